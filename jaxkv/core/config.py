@@ -1,0 +1,70 @@
+"""How an engine is built. Names are those of vLLM's flags where they mean the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxkv.core.errors import ConfigError
+
+DType = Literal["auto", "bfloat16", "float32"]
+KVCacheDType = Literal["auto", "bfloat16", "float32"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+AttentionBackend = Literal["auto", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that can be chosen when an engine is built. None means: chosen from the model and the device.
+
+    dtype: of weights and activations; auto = bfloat16.
+    max_model_len: tokens of prompt and output together, at most; None = the model's own limit.
+    max_num_seqs: sequences that run at once; None = 32 on CPU, 256 elsewhere.
+    max_num_batched_tokens: tokens of one step; None = 512 on CPU, 2,048 elsewhere.
+    block_size: tokens of one KV page; None = the attention backend's default.
+    memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
+    kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
+    max_queued_requests: requests that may wait; None = no limit.
+    seed: draws the seeds of requests that bring none.
+    compilation_cache_dir: persistent XLA cache; None = under the user's cache directory, "" = off.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    tensor_parallel_size: int = 1
+    attention_backend: AttentionBackend = "auto"
+    max_queued_requests: int | None = None
+    chat_template: str | None = None
+    seed: int = 0
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}: it must be at least 1")
+        if self.max_queued_requests is not None and self.max_queued_requests < 0:
+            raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: it must be at least 0")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(f"memory_utilization is {self.memory_utilization}: it must be in (0, 1]")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}: it must be at least 1")
+        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "bfloat16", "float32"))
+        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _one_of("attention_backend", self.attention_backend, ("auto", "reference"))
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
