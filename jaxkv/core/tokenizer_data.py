@@ -1,4 +1,4 @@
-"""A tokenizer as plain data: what a GGUF file says about it. The weights floor reads it, the text floor builds from it."""
+"""A tokenizer as plain data, as a GGUF file holds it: the weights floor reads it, the text floor builds from it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TokenizerData:
     """The vocabulary and the rules of a tokenizer, without any code.
 
     model: GGUF's `tokenizer.ggml.model`: "gpt2" (byte-level BPE with merges) or "llama" (SentencePiece with scores).
-    pre: GGUF's `tokenizer.ggml.pre`, the name of the pre-tokenizer's regular expressions; "default" where the file has none.
-    tokens: the text of every id, in the file's own spelling (byte-level alphabet for "gpt2", U+2581 for a space in "llama").
+    pre: GGUF's `tokenizer.ggml.pre`, the name of the pre-tokenizer's regular expressions; "default" where it has none.
+    tokens: the text of every id as the file spells it (byte-level alphabet in "gpt2", U+2581 for a space in "llama").
     token_types: one `TokenType` number per id; empty = all NORMAL.
     merges: pairs "left right", best first ("gpt2" only). scores: one per id ("llama" only).
     eot_id, eom_id: further ends of a turn, if the file names them.
