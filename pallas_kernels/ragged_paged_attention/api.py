@@ -1,0 +1,63 @@
+"""Ragged paged attention: prefill chunks and decodes of many sequences in one call over the paged KV cache.
+
+Every phase of serving goes through this one entry point, on every backend.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.ragged_paged_attention import reference
+
+Backend = Literal["reference"]
+BACKENDS: tuple[Backend, ...] = ("reference",)
+
+
+def check_supported(backend: str, layout: KVLayout, *, num_heads: int) -> None:
+    """Raises ValueError that names what `backend` cannot do for this pool. Called when an engine is built."""
+    if backend not in BACKENDS:
+        raise ValueError(f"attention backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
+    if num_heads % layout.num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot be grouped over {layout.num_kv_heads} KV heads: one must divide the other"
+        )
+    if jnp.dtype(layout.dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"attention backend {backend!r} reads float32 and bfloat16 pools, not {layout.dtype}")
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T H D"],
+    kv: KVPages,
+    layer: Int[Array, ""],
+    page_table: Int[Array, "S W"],
+    cu_q_lens: Int[Array, " S+1"],
+    kv_lens: Int[Array, " S"],
+    num_seqs: Int[Array, ""],
+    *,
+    layout: KVLayout,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    backend: Backend = "reference",
+) -> Float[Array, "T H D"]:
+    """Causal attention of each sequence's new queries over all of its keys, which are in the pool already.
+
+    q: the step's tokens on one flat axis; rows [cu_q_lens[s], cu_q_lens[s + 1]) are the queries of sequence s, at positions
+      kv_lens[s] - q_len ... kv_lens[s] - 1. Rows from cu_q_lens[num_seqs] on are padding: their output is finite.
+    layer: which layer of the stacked pool; an array, so that the pool is never sliced.
+    page_table: page ids in order of position; entries beyond a sequence's pages may be anything.
+    kv_lens: tokens of each sequence, the new ones included. Keys and values beyond them are never used, NaN included.
+    sliding_window: keys that a query sees, itself included. logit_soft_cap: cap * tanh(score / cap).
+    sinks: one extra logit per head that takes part in the softmax with a value of zero.
+    """
+    if backend != "reference":
+        raise ValueError(f"attention backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
+    scoring = reference.Scoring(scale, sliding_window, logit_soft_cap)
+    return reference.attend(
+        q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, layout=layout, scoring=scoring, sinks=sinks
+    )
