@@ -1,0 +1,115 @@
+"""How many KV blocks fit: the memory of a device less weights and workspace, or a stated number of bytes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+from jaxkv.core.errors import ConfigError
+from pallas_kernels.kv_layout import KVLayout
+
+CPU_SHARE = 0.25
+"""Share of the RAM that counts as device memory on CPU, where other programs live too."""
+_GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes per device, and what the KV pool holds.
+
+    device_bytes: memory of one device (on CPU: CPU_SHARE of the RAM). blocks, tokens: capacity of the pool.
+    full_requests: how many requests of max_model_len fit at once.
+    """
+
+    device_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def full_requests(self) -> float:
+        return self.tokens / self.max_model_len
+
+    def __str__(self) -> str:
+        def gib(count: int) -> str:
+            return f"{count / _GIB:.2f} GiB"
+
+        return (
+            f"weights {gib(self.weight_bytes)}, workspace {gib(self.workspace_bytes)}, KV cache {gib(self.kv_bytes)} of "
+            f"{gib(self.device_bytes)} per device: {self.num_blocks} blocks of {self.block_size} = {self.tokens} tokens, "
+            f"{self.full_requests:.1f} requests of {self.max_model_len} tokens"
+        )
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that one device may use in all."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE)
+
+
+def plan_pool(
+    layout: KVLayout,
+    *,
+    shards: int,
+    device_bytes: int,
+    weight_bytes: int,
+    workspace_bytes: int,
+    memory_utilization: float,
+    kv_cache_memory_bytes: int | None,
+    max_model_len: int,
+    max_num_seqs: int,
+) -> MemoryReport:
+    """Chooses the number of blocks. Raises ConfigError when not even one request of max_model_len fits.
+
+    shards: devices over which KV heads are split; all byte counts are per device.
+    A pool never grows past what max_num_seqs requests of max_model_len can hold.
+    """
+    page_bytes = layout.bytes_per_page // shards
+    usable = kv_cache_memory_bytes
+    if usable is None:
+        usable = int(device_bytes * memory_utilization) - weight_bytes - workspace_bytes
+    blocks_per_request = -(-max_model_len // layout.page_size)
+    # One page more than the ledger's blocks: the trash page.
+    num_blocks = min(max(usable, 0) // page_bytes - 1, blocks_per_request * max_num_seqs)
+    if num_blocks < blocks_per_request:
+        _refuse(page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, kv_cache_memory_bytes)
+    return MemoryReport(
+        device_bytes=device_bytes,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace_bytes,
+        kv_bytes=(num_blocks + 1) * page_bytes,
+        num_blocks=num_blocks,
+        block_size=layout.page_size,
+        max_model_len=max_model_len,
+    )
+
+
+def _refuse(
+    page_bytes: int,
+    usable: int,
+    blocks_per_request: int,
+    num_blocks: int,
+    page_size: int,
+    max_model_len: int,
+    kv_cache_memory_bytes: int | None,
+) -> None:
+    needed = (blocks_per_request + 1) * page_bytes
+    longest = max(num_blocks, 0) * page_size
+    flag = "--memory-utilization" if kv_cache_memory_bytes is None else "--kv-cache-memory-bytes"
+    fits = f"the longest max_model_len that fits is {longest}" if longest else "not even one block fits"
+    raise ConfigError(
+        f"No available memory for the cache blocks: one request of max_model_len {max_model_len} needs "
+        f"{needed / _GIB:.4f} GiB ({needed} bytes), available are {max(usable, 0) / _GIB:.4f} GiB ({max(usable, 0)} bytes); "
+        f"{fits}. Raise {flag}, lower --max-model-len, or use a smaller --dtype or a larger --tensor-parallel-size."
+    )

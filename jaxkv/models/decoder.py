@@ -1,0 +1,80 @@
+"""The decoder, one for all families: pure functions over the parameter tree. It knows the KV cache only through `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params
+from jaxkv.models.rope import rotate
+
+Cache = TypeVar("Cache")
+Attend = Callable[[Cache, Int[Array, ""], Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], tuple[Cache, Array]]
+"""(cache, layer, queries, keys, values) -> (cache with the new keys and values, attention output [T, K, G, D])."""
+
+
+def forward(
+    config: ModelConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    attend: Attend[Cache],
+) -> tuple[Cache, Float[Array, "T E"]]:
+    """All layers and the final norm. Returns the cache and the hidden state of every token, in the model dtype."""
+    hidden = params["embed"].at[tokens].get(mode="promise_in_bounds")
+
+    def layer(carry: tuple[Cache, Array], inputs: tuple[Array, Params]) -> tuple[tuple[Cache, Array], None]:
+        cache, hidden = carry
+        index, weights = inputs
+        cache, hidden = _attention(config, weights, cache, index, hidden, positions, attend)
+        return (cache, _mlp(config, weights, hidden)), None
+
+    layers = (jnp.arange(config.num_layers), params["layers"])
+    (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), layers)
+    return cache, rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
+
+
+def logits(params: Params, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
+    """float32 logits of some rows' hidden states."""
+    table = params["lm_head"] if "lm_head" in params else params["embed"]
+    return jnp.einsum("re,ve->rv", hidden, table, preferred_element_type=jnp.float32)
+
+
+def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
+    """Root-mean-square norm (Zhang and Sennrich 2019) in float32, returned in x's dtype."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight[None, :]).astype(x.dtype)
+
+
+def _attention(
+    config: ModelConfig,
+    weights: Params,
+    cache: Cache,
+    layer: Int[Array, ""],
+    hidden: Float[Array, "T E"],
+    positions: Int[Array, " T"],
+    attend: Attend[Cache],
+) -> tuple[Cache, Float[Array, "T E"]]:
+    G = config.group_size
+    normed = rms_norm(hidden, weights["attn_norm"], config.rms_norm_eps)
+    qkv = _matmul("te,kgde->tkgd", normed, weights["qkv"])
+    qk = rotate(qkv[:, :, : G + 1], positions, config.rope)
+    cache, mixed = attend(cache, layer, qk[:, :, :G], qk[:, :, G], qkv[:, :, G + 1])
+    return cache, hidden + _matmul("tkgd,ekgd->te", mixed, weights["o"])
+
+
+def _mlp(config: ModelConfig, weights: Params, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    normed = rms_norm(hidden, weights["mlp_norm"], config.rms_norm_eps)
+    gate_up = _matmul("te,xfe->txf", normed, weights["gate_up"])
+    return hidden + _matmul("tf,ef->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], weights["down"])
+
+
+def _matmul(contraction: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.einsum(contraction, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)

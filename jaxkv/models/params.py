@@ -1,0 +1,45 @@
+"""The canonical parameter tree: one declaration that gives every weight's shape, logical axes and dtype.
+
+Weights are [out, in]: each matmul contracts the last axis of its weight. The heads of a KV group stand together (its query heads,
+then its key, then its value), so that sharding the group axis shards attention whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxkv.models.config import ModelConfig
+
+Params = dict[str, Any]
+"""Nested dict of arrays, in the shape of `declare_params`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """shape; axes: one logical axis name (or None) per dimension; norm: kept in float32 whatever the model dtype."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    norm: bool = False
+
+
+def declare_params(config: ModelConfig) -> dict[str, Any]:
+    """The tree of ParamSpec of a decoder; `lm_head` is absent when the embedding is tied."""
+    L, E, F, V = config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    tree: dict[str, Any] = {
+        "embed": ParamSpec((V, E), ("vocab", None)),
+        "final_norm": ParamSpec((E,), (None,), norm=True),
+        "layers": {
+            "attn_norm": ParamSpec((L, E), (None, None), norm=True),
+            "qkv": ParamSpec((L, K, G + 2, D, E), (None, "kv_heads", None, None, None)),
+            "o": ParamSpec((L, E, K, G, D), (None, None, "kv_heads", None, None)),
+            "mlp_norm": ParamSpec((L, E), (None, None), norm=True),
+            "gate_up": ParamSpec((L, 2, F, E), (None, None, "mlp", None)),
+            "down": ParamSpec((L, E, F), (None, None, "mlp")),
+        },
+    }
+    if not config.tie_embeddings:
+        tree["lm_head"] = ParamSpec((V, E), ("vocab", None))
+    return tree

@@ -1,0 +1,66 @@
+"""Fits a model to a tensor-parallel size that its KV heads or its MLP do not divide by.
+
+More devices than KV heads: each KV head is copied, and its query heads are dealt to the copies in whole groups. Otherwise KV heads
+that do not divide are padded with heads of zeros, which change nothing in the output; so is the MLP's width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jaxkv.core.errors import ConfigError
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params
+
+
+def split_heads(config: ModelConfig, shards: int) -> ModelConfig:
+    """The configuration of the same model whose KV heads and MLP width divide by `shards`.
+
+    Raises ConfigError when `shards` exceeds the KV heads and the query heads of a group cannot be dealt evenly.
+    """
+    K, G = config.num_kv_heads, config.group_size
+    copies = max(1, -(-shards // K))
+    if G % copies:
+        raise ConfigError(
+            f"tensor_parallel_size {shards} needs {copies} copies of each of {K} KV heads, but the {G} query heads of a KV head "
+            f"cannot be dealt to {copies} copies evenly: choose a tensor_parallel_size of at most "
+            f"{K * max(c for c in range(1, copies) if G % c == 0)}"
+        )
+    heads = -(-K * copies // shards) * shards
+    width = -(-config.intermediate_size // shards) * shards
+    return dataclasses.replace(
+        config, num_kv_heads=heads, num_heads=heads * (G // copies), head_dim=config.head_dim, intermediate_size=width
+    )
+
+
+def split_params(config: ModelConfig, target: ModelConfig, params: Params) -> Params:
+    """Rearranges a host tree of `config` into one of `target = split_heads(config, shards)`."""
+    if config == target:
+        return params
+    layers = dict(params["layers"])
+    copies = config.group_size // target.group_size
+    layers["qkv"] = _pad(_copy_groups(layers["qkv"], copies), 1, target.num_kv_heads)
+    o = layers["o"]
+    L, E, K, G, D = o.shape
+    layers["o"] = _pad(o.reshape(L, E, K * copies, G // copies, D), 2, target.num_kv_heads)
+    layers["gate_up"] = _pad(layers["gate_up"], 2, target.intermediate_size)
+    layers["down"] = _pad(layers["down"], 2, target.intermediate_size)
+    return {**params, "layers": layers}
+
+
+def _copy_groups(qkv: np.ndarray, copies: int) -> np.ndarray:
+    """[L, K, G+2, D, E] -> [L, K*copies, G/copies+2, D, E]: queries dealt in order, key and value repeated."""
+    L, K, rows, D, E = qkv.shape
+    G = rows - 2
+    queries = qkv[:, :, :G].reshape(L, K * copies, G // copies, D, E)
+    kv = np.repeat(qkv[:, :, G:], copies, axis=1)
+    return np.concatenate([queries, kv], axis=2)
+
+
+def _pad(array: np.ndarray, axis: int, size: int) -> np.ndarray:
+    missing = size - array.shape[axis]
+    if not missing:
+        return array
+    return np.pad(array, [(0, missing if a == axis else 0) for a in range(array.ndim)])

@@ -1,0 +1,55 @@
+"""The device mesh and the one table that maps logical axis names to mesh axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxkv.core.errors import ConfigError
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params, ParamSpec, declare_params
+
+LOGICAL_TO_MESH: dict[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+
+
+def build_mesh(tensor_parallel_size: int) -> Mesh:
+    """A mesh of ("data", "tensor") = (1, tensor_parallel_size) over the first devices. Raises ConfigError for too few."""
+    devices = jax.devices()
+    if len(devices) < tensor_parallel_size:
+        hint = (
+            "; on CPU, virtual devices come with XLA_FLAGS=--xla_force_host_platform_device_count=N"
+            if devices[0].platform == "cpu"
+            else ""
+        )
+        raise ConfigError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but only {len(devices)} {devices[0].platform} "
+            f"device(s) are here{hint}"
+        )
+    grid = np.array(devices[:tensor_parallel_size]).reshape(1, tensor_parallel_size)
+    return Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(mesh: Mesh, config: ModelConfig) -> dict[str, Any]:
+    """A parameter-shaped tree of shardings. An axis that does not divide over its mesh axis is replicated."""
+
+    def sharding(spec: ParamSpec) -> NamedSharding:
+        axes = [
+            LOGICAL_TO_MESH[name] if name and size % mesh.shape[LOGICAL_TO_MESH[name]] == 0 else None
+            for name, size in zip(spec.axes, spec.shape, strict=True)
+        ]
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    return jax.tree.map(sharding, declare_params(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def put_params(mesh: Mesh, config: ModelConfig, params: Params) -> Params:
+    """Moves a host parameter tree (numpy) onto the mesh."""
+    placed: Params = jax.tree.map(jax.device_put, params, param_shardings(mesh, config))
+    return placed

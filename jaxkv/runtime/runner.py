@@ -1,0 +1,95 @@
+"""Owns what lives on the devices (weights, pool, slot state) and runs steps on it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.cache.pool import create_pool
+from jaxkv.core.sampling_params import SamplingParams
+from jaxkv.models.params import Params
+from jaxkv.runtime import slot_state
+from jaxkv.runtime.compile_guard import CompileGuard
+from jaxkv.runtime.mesh import replicated
+from jaxkv.runtime.sampler import SamplingFlags
+from jaxkv.runtime.step import StepOutput, StepSpec, make_step
+from jaxkv.runtime.step_batch import Buckets, Chunk, build_batch, empty_batch, no_flags
+
+log = logging.getLogger("jaxkv")
+
+
+class Runner:
+    """The device side of an engine. One thread at a time may call it.
+
+    params: placed on the mesh already. num_blocks: pages of the pool, the trash page not counted.
+    """
+
+    def __init__(self, spec: StepSpec, params: Params, buckets: Buckets, num_blocks: int) -> None:
+        self.spec = spec
+        self.buckets = buckets
+        self.num_blocks = num_blocks
+        self._params = params
+        everywhere = replicated(spec.mesh)
+        self.pool = create_pool(spec.mesh, spec.layout, num_blocks)
+        self._state = slot_state.initial_state(everywhere, buckets.max_num_seqs + 1, spec.model.vocab_size)
+        self._step = make_step(spec)
+        shardings = {"in_shardings": everywhere, "out_shardings": everywhere}
+        self._seat = jax.jit(slot_state.seat, donate_argnums=0, **shardings)
+        self._add_history = jax.jit(slot_state.add_history, donate_argnums=0, **shardings)
+        self._guard = CompileGuard()
+        self._warm_compilations = 0
+
+    @property
+    def recompilations(self) -> int:
+        """Compilations since the end of the warm-up."""
+        return self._guard.compilations - self._warm_compilations
+
+    def warm_up(self) -> None:
+        """Compiles everything that serving calls, by running it on padding."""
+        started = time.monotonic()
+        padding_slot = self.buckets.max_num_seqs
+        with self._guard.watch():
+            self.seat(padding_slot, SamplingParams(temperature=0.0, max_tokens=1, presence_penalty=1.0), (), 0, [0], [0])
+            for T, W in self.buckets.shapes():
+                S = self.buckets.sequences(T)
+                batch = empty_batch(T, W, S, no_flags(), trash_page=self.num_blocks, padding_slot=padding_slot)
+                self.pool, self._state, output = self._step(self._params, self.pool, self._state, batch)
+                jax.block_until_ready(output)
+        self._warm_compilations = self._guard.compilations
+        count = len(self.buckets.shapes())
+        log.info("warm-up: %d step shapes ready in %.1f s", count, time.monotonic() - started)
+
+    def seat(
+        self, slot: int, params: SamplingParams, stop_ids: Seq[int], seed: int, prompt: Seq[int], output: Seq[int]
+    ) -> None:
+        """Gives a slot to a sequence that starts, or resumes with `output` generated before."""
+        V = self.spec.model.vocab_size
+        row = slot_state.slot_row(params, stop_ids, seed, len(output), V)
+        with self._guard.watch():
+            self._state = self._seat(self._state, np.int32(slot), row)
+            if slot_state.uses_history(params):
+                for prompt_ids, output_ids in slot_state.history_chunks(prompt, output, V):
+                    self._state = self._add_history(self._state, np.int32(slot), prompt_ids, output_ids)
+
+    def run(self, chunks: Seq[Chunk], flags: SamplingFlags) -> StepOutput:
+        """Dispatches one step; the output is still on its way when this returns."""
+        batch = build_batch(
+            chunks, flags, self.buckets, page_size=self.spec.layout.page_size, trash_page=self.num_blocks
+        )
+        with self._guard.watch():
+            self.pool, self._state, output = self._step(self._params, self.pool, self._state, batch)
+        return output
+
+    def poison(self, blocks: Seq[int]) -> None:
+        """Fills pages with NaN: for tests, which so prove that nobody reads a free page."""
+        (group,) = self.pool
+        pages = group.pages.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
+        self.pool = (group.replace(pages=jax.device_put(pages, group.pages.sharding)),)
+
+    def close(self) -> None:
+        self._guard.close()

@@ -1,0 +1,138 @@
+"""Per-slot data that lives on the device: what the sampler needs to know of each running sequence.
+
+A slot is seated when a sequence starts to run (or resumes after preemption) and is then kept up to date by the step itself, so that a
+step can be dispatched before the host has read the one before. Slot `max_num_seqs` is the padding slot, which nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+from jaxkv.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+HISTORY_CHUNK = 1024
+"""Tokens of history that one call of `add_history` takes (a static shape)."""
+
+
+@struct.dataclass
+class SlotState:
+    """Arrays over N slots. Counts and `prompt_seen` are kept only for slots that use penalties."""
+
+    last_token: jax.Array  # [N] int32
+    output_len: jax.Array  # [N] int32, tokens generated so far: the position that the RNG key folds in
+    seed: jax.Array  # [N, 2] uint32, key data
+    temperature: jax.Array  # [N] float32, 0 = greedy
+    top_p: jax.Array  # [N] float32
+    min_p: jax.Array  # [N] float32
+    top_k: jax.Array  # [N] int32, V = off
+    presence: jax.Array  # [N] float32
+    frequency: jax.Array  # [N] float32
+    repetition: jax.Array  # [N] float32
+    min_tokens: jax.Array  # [N] int32
+    max_tokens: jax.Array  # [N] int32
+    stop_ids: jax.Array  # [N, MAX_STOP_TOKEN_IDS] int32, -1 = empty
+    bias_ids: jax.Array  # [N, MAX_LOGIT_BIAS] int32, V = empty
+    bias: jax.Array  # [N, MAX_LOGIT_BIAS] float32
+    output_counts: jax.Array  # [N, V] int32
+    prompt_seen: jax.Array  # [N, V] bool
+
+
+def empty_state(num_slots: int, vocab_size: int) -> SlotState:
+    """A state whose slots are all greedy and unbounded; host arrays."""
+    N, V = num_slots, vocab_size
+    row = _row(SamplingParams(temperature=0.0, max_tokens=1), (), 0, 0, V)
+    rows = {name: np.broadcast_to(value, (N, *np.shape(value))).copy() for name, value in row.items()}
+    return SlotState(
+        last_token=np.zeros(N, np.int32),
+        output_counts=np.zeros((N, V), np.int32),
+        prompt_seen=np.zeros((N, V), np.bool_),
+        **rows,
+    )
+
+
+def slot_row(
+    params: SamplingParams, stop_ids: Seq[int], seed: int, output_len: int, vocab_size: int
+) -> dict[str, np.ndarray]:
+    """The host values of one slot for `seat`. stop_ids: all ids that end the sequence; params.max_tokens is a number by now."""
+    return _row(params, stop_ids, seed, output_len, vocab_size)
+
+
+def seat(state: SlotState, slot: Int[Array, ""], row: dict[str, Array]) -> SlotState:
+    """Fills a slot for a new sequence and forgets the one before."""
+    filled = {name: getattr(state, name).at[slot].set(value) for name, value in row.items()}
+    return state.replace(
+        **filled,
+        output_counts=state.output_counts.at[slot].set(0),
+        prompt_seen=state.prompt_seen.at[slot].set(False),
+    )
+
+
+def add_history(
+    state: SlotState, slot: Int[Array, ""], prompt: Int[Array, " C"], output: Int[Array, " C"]
+) -> SlotState:
+    """Marks prompt tokens as seen and counts output tokens; entries outside the vocabulary are padding."""
+    return state.replace(
+        prompt_seen=state.prompt_seen.at[slot, prompt].set(True, mode="drop"),
+        output_counts=state.output_counts.at[slot, output].add(1, mode="drop"),
+    )
+
+
+def history_chunks(
+    prompt: Seq[int], output: Seq[int], vocab_size: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Cuts a sequence's history into the static chunks that `add_history` takes."""
+
+    def chunk(ids: Seq[int], start: int) -> np.ndarray:
+        padded = np.full(HISTORY_CHUNK, vocab_size, np.int32)
+        piece = ids[start : start + HISTORY_CHUNK]
+        padded[: len(piece)] = piece
+        return padded
+
+    return [
+        (chunk(prompt, start), chunk(output, start)) for start in range(0, max(len(prompt), len(output)), HISTORY_CHUNK)
+    ]
+
+
+def uses_history(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _row(
+    params: SamplingParams, stop_ids: Seq[int], seed: int, output_len: int, vocab_size: int
+) -> dict[str, Any]:
+    stops = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
+    stops[: len(stop_ids)] = list(stop_ids)
+    bias_ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
+    bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
+    bias[: len(params.logit_bias)] = list(params.logit_bias.values())
+    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    return {
+        "output_len": np.int32(output_len),
+        "seed": np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        "temperature": np.float32(params.temperature),
+        "top_p": np.float32(params.top_p),
+        "min_p": np.float32(params.min_p),
+        "top_k": np.int32(top_k),
+        "presence": np.float32(params.presence_penalty),
+        "frequency": np.float32(params.frequency_penalty),
+        "repetition": np.float32(params.repetition_penalty),
+        "min_tokens": np.int32(params.min_tokens),
+        "max_tokens": np.int32(params.max_tokens if params.max_tokens is not None else 2**31 - 1),
+        "stop_ids": stops,
+        "bias_ids": bias_ids,
+        "bias": bias,
+    }
+
+
+def initial_state(sharding: jax.sharding.Sharding, num_slots: int, vocab_size: int) -> SlotState:
+    """`empty_state` on the devices."""
+    state: SlotState = jax.device_put(jax.tree.map(jnp.asarray, empty_state(num_slots, vocab_size)), sharding)
+    return state

@@ -1,0 +1,136 @@
+"""THE step: forward, sampling and stop checks of one batch in one jitted function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxkv.cache.pool import KVPool, page_spec, pool_shardings
+from jaxkv.models import decoder
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params
+from jaxkv.runtime.logprobs import Logprobs, prompt_logprobs, sampled_logprobs
+from jaxkv.runtime.mesh import param_shardings, replicated
+from jaxkv.runtime.sampler import sample
+from jaxkv.runtime.slot_state import SlotState
+from jaxkv.runtime.step_batch import StepBatch
+from pallas_kernels.kv_layout import KVLayout, KVPages, write_kv
+from pallas_kernels.ragged_paged_attention.api import Backend, ragged_paged_attention
+
+
+@struct.dataclass
+class StepOutput:
+    """What the host reads of a step. Entries of sequences that do not sample, and of padding, mean nothing."""
+
+    tokens: jax.Array  # [S] int32
+    broken: jax.Array  # [S] bool: the logits held NaN or +inf, so the token is meaningless
+    logprobs: Logprobs  # [S]
+    prompt_logprobs: Logprobs  # [T]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """The static arguments of a step."""
+
+    model: ModelConfig
+    layout: KVLayout
+    mesh: Mesh
+    backend: Backend
+
+
+StepFn = Callable[[Params, KVPool, SlotState, StepBatch], tuple[KVPool, SlotState, StepOutput]]
+
+
+def make_step(spec: StepSpec) -> StepFn:
+    """Jits the step for a mesh; pool and state are donated, and come back where they were."""
+    pool, everywhere = pool_shardings(spec.mesh, spec.layout), replicated(spec.mesh)
+    return jax.jit(
+        lambda params, pool, state, batch: _step(spec, params, pool, state, batch),
+        donate_argnums=(1, 2),
+        in_shardings=(param_shardings(spec.mesh, spec.model), pool, everywhere, everywhere),
+        out_shardings=(pool, everywhere, everywhere),
+    )
+
+
+def _step(
+    spec: StepSpec, params: Params, pool: KVPool, state: SlotState, batch: StepBatch
+) -> tuple[KVPool, SlotState, StepOutput]:
+    known = state.last_token[batch.slots[batch.token_seqs]]
+    tokens = jnp.where(batch.tokens < 0, known, batch.tokens)
+    pool, hidden = decoder.forward(spec.model, params, pool, tokens, batch.positions, _attention(spec, batch))
+
+    def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
+        return jax.lax.with_sharding_constraint(decoder.logits(params, rows), replicated(spec.mesh))
+
+    last_rows = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    logits = to_logits(hidden[last_rows])
+    sampled = sample(logits, state, batch.slots, batch.flags)
+    best = jnp.max(logits, axis=-1)
+    output = StepOutput(
+        tokens=sampled,
+        broken=~jnp.isfinite(best),
+        logprobs=sampled_logprobs(batch.flags.logprobs, logits, sampled),
+        prompt_logprobs=prompt_logprobs(batch.flags.prompt_logprobs, hidden, batch.targets, to_logits),
+    )
+    return pool, _advance(state, batch, sampled), output
+
+
+def _advance(state: SlotState, batch: StepBatch, sampled: Int[Array, " S"]) -> SlotState:
+    """Records the sampled tokens in their slots; the others go to the padding slot."""
+    padding_slot = state.last_token.shape[0] - 1
+    slots = jnp.where(batch.samples, batch.slots, padding_slot)
+    return state.replace(
+        last_token=state.last_token.at[slots].set(sampled),
+        output_len=state.output_len.at[slots].add(1),
+        output_counts=state.output_counts.at[slots, sampled].add(1),
+    )
+
+
+def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
+    """Writes the new keys and values and attends, each device on its own KV heads."""
+    heads = PartitionSpec(None, "tensor")
+    pages = KVPages(pages=page_spec(spec.layout))  # type: ignore[arg-type]
+    scale = spec.model.head_dim**-0.5
+    layout = dataclasses.replace(spec.layout, num_kv_heads=spec.layout.num_kv_heads // spec.mesh.shape["tensor"])
+
+    def local(
+        kv: KVPages, layer: Array, q: Array, k: Array, v: Array, batch: StepBatch
+    ) -> tuple[KVPages, Float[Array, "T K G D"]]:
+        T, K, G, D = q.shape
+        kv = write_kv(kv, layer, k, v, batch.write_pages, batch.write_offsets)
+        out = ragged_paged_attention(
+            q.reshape(T, K * G, D),
+            kv,
+            layer,
+            batch.page_table,
+            batch.cu_q_lens,
+            batch.kv_lens,
+            batch.num_seqs,
+            layout=layout,
+            scale=scale,
+            sliding_window=spec.model.sliding_window,
+            backend=spec.backend,
+        )
+        return kv, out.reshape(T, K, G, D)
+
+    mapped = jax.shard_map(
+        local,
+        mesh=spec.mesh,
+        in_specs=(pages, PartitionSpec(), heads, heads, heads, PartitionSpec()),
+        out_specs=(pages, heads),
+        check_vma=False,
+    )
+
+    def attend(pool: KVPool, layer: Array, q: Array, k: Array, v: Array) -> tuple[KVPool, Array]:
+        (group,) = pool
+        group, out = mapped(group, layer, q, k, v, batch)
+        return (group,), out
+
+    return attend
