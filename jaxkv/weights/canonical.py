@@ -1,0 +1,147 @@
+"""Builds the canonical parameter tree from a checkpoint, tensor by tensor, into arrays that are allocated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.core.errors import ModelLoadError
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params, ParamSpec, declare_params
+from jaxkv.weights.tensor_reader import FloatArray, TensorReader
+
+_CHUNK_ELEMENTS = 16 * 2**20
+"""A tensor is read in pieces of about this many elements: 64 MiB of float32 is all that is held beside the result."""
+
+_EMBED = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
+_DERIVED = ".rotary_emb.inv_freq"
+"""Old checkpoints carry the rotary frequencies, which the configuration gives."""
+
+_DTYPES: dict[str, np.dtype[Any]] = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A tensor of the checkpoint and its place in the tree: `target` is the same data with the first axis split."""
+
+    name: str
+    shape: tuple[int, ...]
+    target: NDArray[Any]
+
+
+def build_params(config: ModelConfig, reader: TensorReader, dtype: str) -> Params:
+    """The host tree (numpy) of `declare_params(config)`: norms in float32, everything else in `dtype`.
+
+    dtype: "float32" or "bfloat16". Raises ModelLoadError that names a tensor which is missing, left over or of a wrong
+    shape (before any is read), or not finite.
+    """
+    try:
+        params = _allocate(declare_params(config), _DTYPES[dtype])
+    except MemoryError as error:
+        raise ModelLoadError(f"{reader.where}: the weights in {dtype} do not fit in memory: {error}") from error
+    slots = list(_slots(config, params))
+    _check_accounted(config, reader, slots)
+    for slot in slots:
+        _fill(slot, reader)
+    return params
+
+
+def _allocate(specs: dict[str, Any], dtype: np.dtype[Any]) -> Params:
+    return {name: _allocate_one(spec, dtype) for name, spec in specs.items()}
+
+
+def _allocate_one(spec: ParamSpec | dict[str, Any], dtype: np.dtype[Any]) -> Any:
+    if isinstance(spec, dict):
+        return _allocate(spec, dtype)
+    return np.empty(spec.shape, np.float32 if spec.norm else dtype)
+
+
+def _slots(config: ModelConfig, params: Params) -> Iterator[_Slot]:
+    E, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    layers = params["layers"]
+    yield _Slot(_EMBED, (V, E), params["embed"])
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        yield _Slot(prefix + "input_layernorm.weight", (E,), layers["attn_norm"][i])
+        yield _Slot(prefix + "self_attn.q_proj.weight", (K * G * D, E), layers["qkv"][i, :, :G])
+        yield _Slot(prefix + "self_attn.k_proj.weight", (K * D, E), layers["qkv"][i, :, G])
+        yield _Slot(prefix + "self_attn.v_proj.weight", (K * D, E), layers["qkv"][i, :, G + 1])
+        yield _Slot(prefix + "self_attn.o_proj.weight", (E, K * G * D), layers["o"][i])
+        yield _Slot(prefix + "post_attention_layernorm.weight", (E,), layers["mlp_norm"][i])
+        yield _Slot(prefix + "mlp.gate_proj.weight", (F, E), layers["gate_up"][i, 0])
+        yield _Slot(prefix + "mlp.up_proj.weight", (F, E), layers["gate_up"][i, 1])
+        yield _Slot(prefix + "mlp.down_proj.weight", (E, F), layers["down"][i])
+    yield _Slot("model.norm.weight", (E,), params["final_norm"])
+    if not config.tie_embeddings:
+        yield _Slot(_LM_HEAD, (V, E), params["lm_head"])
+
+
+def _check_accounted(config: ModelConfig, reader: TensorReader, slots: list[_Slot]) -> None:
+    shapes = reader.shapes
+    needed = {slot.name for slot in slots}
+    missing = [reader.spelled(slot.name) for slot in slots if slot.name not in shapes]
+    if missing:
+        raise ModelLoadError(f"{reader.where} lacks {_listed(missing)}")
+    unread = [name for name in shapes if name not in needed and not name.endswith(_DERIVED)]
+    if config.tie_embeddings and _LM_HEAD in unread:
+        _check_same(reader, _LM_HEAD, _EMBED)
+        unread.remove(_LM_HEAD)
+    if unread:
+        names = _listed([reader.spelled(name) for name in unread])
+        raise ModelLoadError(f"{reader.where} has {names}, which this architecture does not use")
+    for slot in slots:
+        if shapes[slot.name] != slot.shape:
+            found = list(shapes[slot.name])
+            raise ModelLoadError(
+                f"{reader.where}: tensor {reader.spelled(slot.name)} has shape {found}, the configuration asks for "
+                f"{list(slot.shape)}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"tensor{'s' if len(names) > 1 else ''} {shown}"
+
+
+def _check_same(reader: TensorReader, name: str, other: str) -> None:
+    """Some tied checkpoints carry the table twice; two different tables are a contradiction."""
+    rows, *rest = reader.shapes[name]
+    step = max(1, _CHUNK_ELEMENTS // math.prod(rest))
+    same = reader.shapes[name] == reader.shapes[other] and all(
+        np.array_equal(reader.read(name, at, min(at + step, rows)), reader.read(other, at, min(at + step, rows)))
+        for at in range(0, rows, step)
+    )
+    if not same:
+        raise ModelLoadError(
+            f"{reader.where}: tie_word_embeddings is true, but {reader.spelled(name)} differs from "
+            f"{reader.spelled(other)}: set it to false in config.json"
+        )
+
+
+def _fill(slot: _Slot, reader: TensorReader) -> None:
+    """Copies in chunks along the target's first axis, so that a chunk of query or key rows always holds whole heads."""
+    steps = slot.target.shape[0]
+    rows = slot.shape[0] // steps
+    chunk = max(1, _CHUNK_ELEMENTS * steps // math.prod(slot.shape))
+    for start in range(0, steps, chunk):
+        stop = min(start + chunk, steps)
+        values = reader.read(slot.name, start * rows, stop * rows)
+        if not _all_finite(values):
+            raise ModelLoadError(f"{reader.where}: tensor {reader.spelled(slot.name)} holds NaN or infinity")
+        target = slot.target[start:stop]
+        target[...] = values.reshape(target.shape)
+
+
+def _all_finite(values: FloatArray) -> bool:
+    """NaN and infinity show in the extremes, so no array of flags is needed; bfloat16 goes by its exponent bits."""
+    if values.dtype == ml_dtypes.bfloat16:
+        return int((values.view(np.uint16) & 0x7F80).max()) < 0x7F80
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))

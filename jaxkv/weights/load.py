@@ -1,0 +1,96 @@
+"""A model on disk -> its configuration, its host weights in canonical form, and what else serving needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxkv.core.tokenizer_data import TokenizerData
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params
+from jaxkv.weights.canonical import build_params
+from jaxkv.weights.gguf_config import gguf_model_config
+from jaxkv.weights.gguf_header import GGUFHeader, read_gguf_header
+from jaxkv.weights.gguf_tensors import GGUFTensors
+from jaxkv.weights.gguf_tokenizer import gguf_sampling_defaults, gguf_tokenizer_data
+from jaxkv.weights.hf_config import hf_eos_ids, read_hf_config
+from jaxkv.weights.json_file import read_json
+from jaxkv.weights.safetensors_dir import SafetensorsDir
+from jaxkv.weights.source import ModelSource
+
+WeightDType = Literal["float32", "bfloat16"]
+
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """params: the tree of `jaxkv.models.params.declare_params(config)` as host numpy arrays.
+
+    tokenizer_data: for GGUF; None for an HF directory, whose tokenizer files lie in `source.path`.
+    chat_template: of the GGUF file; an HF directory's belongs to its tokenizer files.
+    generation_config: the model's own defaults, of temperature, top_k, top_p, min_p, repetition_penalty those it sets.
+    eos_ids: every token id that ends the model's turn. files: the weight files that were read.
+    """
+
+    source: ModelSource
+    config: ModelConfig
+    params: Params
+    tokenizer_data: TokenizerData | None
+    chat_template: str | None
+    generation_config: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    files: tuple[Path, ...]
+
+
+def read_config(source: ModelSource) -> ModelConfig:
+    """The configuration alone, without reading weights. Raises ModelLoadError."""
+    if source.kind == "gguf":
+        return gguf_model_config(read_gguf_header(source.path))
+    return read_hf_config(source.path)
+
+
+def load_model(source: ModelSource, dtype: WeightDType) -> LoadedModel:
+    """Loads the whole model into host memory, weights in `dtype`, norms in float32.
+
+    Beside the result it holds one piece of one tensor at a time. Raises ModelLoadError that names the file and the key
+    or tensor at fault.
+    """
+    if source.kind == "gguf":
+        return _load_gguf(source, read_gguf_header(source.path), dtype)
+    return _load_hf_dir(source, dtype)
+
+
+def _load_gguf(source: ModelSource, header: GGUFHeader, dtype: WeightDType) -> LoadedModel:
+    config = gguf_model_config(header)
+    tokenizer = gguf_tokenizer_data(header)
+    reader = GGUFTensors(header, config)
+    ends = (tokenizer.eos_id, tokenizer.eot_id, tokenizer.eom_id)
+    return LoadedModel(
+        source=source,
+        config=config,
+        params=build_params(config, reader, dtype),
+        tokenizer_data=tokenizer,
+        chat_template=tokenizer.chat_template,
+        generation_config=gguf_sampling_defaults(header),
+        eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+        files=reader.files,
+    )
+
+
+def _load_hf_dir(source: ModelSource, dtype: WeightDType) -> LoadedModel:
+    config = read_hf_config(source.path)
+    generation_path = source.path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    reader = SafetensorsDir(source.path)
+    return LoadedModel(
+        source=source,
+        config=config,
+        params=build_params(config, reader, dtype),
+        tokenizer_data=None,
+        chat_template=None,
+        generation_config={key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None},
+        eos_ids=hf_eos_ids(generation, read_json(source.path / "config.json")),
+        files=reader.files,
+    )
