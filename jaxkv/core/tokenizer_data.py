@@ -27,7 +27,8 @@ class TokenizerData:
     token_types: one `TokenType` number per id; empty = all NORMAL.
     merges: pairs "left right", best first ("gpt2" only). scores: one per id ("llama" only).
     eot_id, eom_id: further ends of a turn, if the file names them.
-    add_bos, add_eos: whether encoding with special tokens puts them around the text.
+    add_bos, add_eos: whether encoding with special tokens puts them around the text; None = the file does not say, then
+    the custom of its model and pre-tokenizer applies.
     add_space_prefix: whether a space goes before the text ("llama" only).
     """
 
@@ -43,7 +44,7 @@ class TokenizerData:
     eom_id: int | None = None
     unk_id: int | None = None
     pad_id: int | None = None
-    add_bos: bool = False
-    add_eos: bool = False
+    add_bos: bool | None = None
+    add_eos: bool | None = None
     add_space_prefix: bool = True
     chat_template: str | None = None
