@@ -16,7 +16,7 @@ def _key(seq: Sequence) -> _Key:
 
 
 class WaitingQueue:
-    """Sequences sorted by class, preempted ones at the head of theirs. A key does not change while its sequence waits."""
+    """Sequences sorted by class, preempted ones at the head of theirs. A waiting sequence keeps its place."""
 
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
