@@ -1,0 +1,59 @@
+"""What the server says of itself: models, health, readiness, version, metrics."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from server.errors import ApiError
+from server.openapi import error_docs
+from server.protocol.service import ModelList, Status, Version
+from server.state import ServerState
+from server.version import package_version
+
+
+def service_router(state: ServerState) -> APIRouter:
+    router = APIRouter(tags=["service"])
+
+    @router.get("/v1/models", response_model=ModelList, responses=error_docs(401, 503))
+    async def models() -> Response:
+        """The one model that is served."""
+        engine = state.engine.engine
+        card = {
+            "id": engine.model_name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "jaxkv",
+            "root": engine.config.model,
+            "max_model_len": engine.config.max_model_len,
+        }
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @router.get("/health", response_model=Status)
+    async def health() -> Response:
+        """200 as long as the process is alive."""
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/ready", response_model=Status, responses=error_docs(503))
+    async def ready() -> Response:
+        """200 if a request would be served now: the model is loaded and the engine's loop comes round."""
+        reason = state.unready_reason()
+        if reason is not None:
+            raise ApiError(503, f"not ready: {reason}", code="not_ready", retry_after=1)
+        return JSONResponse({"status": "ready"})
+
+    @router.get("/version", response_model=Version, responses=error_docs(401))
+    async def show_version() -> Response:
+        return JSONResponse({"version": package_version()})
+
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}} | error_docs(401, 503),
+    )
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(state.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return router

@@ -1,0 +1,53 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from server.body import read_json
+from server.errors import ApiError
+from server.openapi import body_docs
+from server.protocol.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from server.state import ServerState
+
+
+def tokenization_router(state: ServerState) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", **body_docs(TokenizeRequest, TokenizeResponse))
+    async def tokenize(http: Request) -> Response:
+        """The token ids of a text or a chat."""
+        body = await read_json(http, TokenizeRequest, max_bytes=state.settings.max_body_bytes)
+        engine = state.admit(body.model).engine
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "send either prompt or messages", param="prompt")
+        prompt = body.chat(body.messages) if body.messages is not None else body.prompt
+        adds = body.add_special_tokens is not False
+        tokens = await asyncio.to_thread(engine.tokenize, prompt, add_special_tokens=adds)
+        strings = [engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": engine.config.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+        )
+
+    @router.post("/detokenize", **body_docs(DetokenizeRequest, DetokenizeResponse))
+    async def detokenize(http: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await read_json(http, DetokenizeRequest, max_bytes=state.settings.max_body_bytes)
+        tokenizer = state.admit(body.model).engine.tokenizer
+        for token in body.tokens:
+            if token >= tokenizer.vocab_size:
+                raise ApiError(
+                    400, f"token id {token} is outside the vocabulary of {tokenizer.vocab_size} tokens", param="tokens"
+                )
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
+
+    return router
