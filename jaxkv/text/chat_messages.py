@@ -29,7 +29,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
         raise _error(f"{where} is {_kind(message)}: it must be an object with role and content")
     role = message.get("role")
     if role not in ROLES:
-        raise _error(f"{where}.role is {role!r}: it must be one of {', '.join(ROLES)}")
+        raise _error(f"{where}.role is {role!r:.80}: it must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if content is None and role == "assistant" and message.get("tool_calls"):
         content = ""

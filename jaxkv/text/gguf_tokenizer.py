@@ -66,6 +66,7 @@ def parts_from_gguf(data: TokenizerData) -> TokenizerParts:
         special_ids=frozenset(i for i, kind in enumerate(types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)),
         bos_id=data.bos_id,
         eos_ids=_ends_of_turn(data, types),
+        byte_level=data.model == "gpt2",
         strips_prefix_space=data.model == "llama" and data.add_space_prefix,
         chat_template=data.chat_template,
         max_shrinkage=shrinkage,

@@ -50,6 +50,7 @@ def parts_from_hf_dir(path: Path, extra_eos_ids: tuple[int, ...]) -> TokenizerPa
         special_ids=frozenset(index for index, token in added.items() if token.special),
         bos_id=ids.get("bos_token"),
         eos_ids=tuple(dict.fromkeys((*eos, *extra_eos_ids))),
+        byte_level=decoder.byte_level,
         strips_prefix_space=decoder.strips_prefix_space,
         chat_template=_chat_template(path, config),
         max_shrinkage=_max_shrinkage(spec),

@@ -36,7 +36,9 @@ class Tokenizer:
         self.strips_prefix_space = parts.strips_prefix_space
         self.chat_template = parts.chat_template
         self.special_tokens = dict(parts.special_tokens)
-        self._max_bytes_per_token = _max_bytes_per_token(parts)
+        # A byte-level vocabulary without a token for some byte leaves that byte out of every text.
+        self._droppable = bytes({*range(256)} - {piece[0] for piece in parts.pieces if len(piece) == 1})
+        self._max_bytes_per_token = _max_bytes_per_token(parts, self._droppable)
 
     @classmethod
     def from_hf_dir(cls, path: Path, *, extra_eos_ids: Iterable[int] = ()) -> Tokenizer:
@@ -74,7 +76,8 @@ class Tokenizer:
         """A lower bound of `len(encode(text))` that costs next to nothing: to refuse hopeless texts before encoding."""
         if self._max_bytes_per_token is None:
             return 0
-        return -(-len(text.encode("utf-8", "replace")) // self._max_bytes_per_token)
+        kept = text.encode("utf-8", "replace").translate(None, self._droppable)
+        return -(-len(kept) // self._max_bytes_per_token)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, *, after: Sequence[int] = ()) -> str:
         """The text of token ids. after: ids before them, which decide whether a leading space is part of the text."""
@@ -106,11 +109,10 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _max_bytes_per_token(parts: TokenizerParts) -> int | None:
-    """Most bytes of a text that one token can stand for; None where a token can swallow any number of them."""
-    pieces = set(parts.pieces)
+def _max_bytes_per_token(parts: TokenizerParts, droppable: bytes) -> int | None:
+    """Most bytes of a text, `droppable` ones aside, that a token can stand for; None where that is any number."""
     # UTF-8 has no use for C0, C1 and F5..FF, so a vocabulary may do without them.
-    every_byte_has_a_token = all(bytes([byte]) in pieces for byte in {*range(0xC0), *range(0xC2, 0xF5)})
-    if parts.max_shrinkage is None or not every_byte_has_a_token:
+    every_byte_has_a_token = not set(droppable) - {0xC0, 0xC1, *range(0xF5, 0x100)}
+    if parts.max_shrinkage is None or not (parts.byte_level or every_byte_has_a_token):
         return None
-    return parts.max_shrinkage * max(len(piece) for piece in pieces)
+    return parts.max_shrinkage * max(len(piece) for piece in parts.pieces)
