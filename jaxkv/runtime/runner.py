@@ -36,7 +36,7 @@ class Runner:
         self._params = params
         everywhere = replicated(spec.mesh)
         self.pool = create_pool(spec.mesh, spec.layout, num_blocks)
-        self._state = slot_state.initial_state(everywhere, buckets.max_num_seqs + 1, spec.model.vocab_size)
+        self._state = self._new_state()
         self._step = make_step(spec)
         shardings = {"in_shardings": everywhere, "out_shardings": everywhere}
         self._seat = jax.jit(slot_state.seat, donate_argnums=0, **shardings)
@@ -85,11 +85,35 @@ class Runner:
             self.pool, self._state, output = self._step(self._params, self.pool, self._state, batch)
         return output
 
+    def restore(self) -> bool:
+        """After a failed step: makes pool and state anew if the step took them with it. True when their content is lost."""
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves((self.pool, self._state)))
+        if lost:
+            self.pool = create_pool(self.spec.mesh, self.spec.layout, self.num_blocks)
+            self._state = self._new_state()
+        return lost
+
+    def read_pages(self, blocks: Seq[int]) -> np.ndarray:
+        """Pages as stored, in float32: [len(blocks), L, 2, K, page, D]."""
+        (group,) = self.pool
+        ids = [self._checked(block) for block in blocks]
+        return np.moveaxis(np.asarray(group.pages[:, jnp.asarray(ids, jnp.int32)], np.float32), 1, 0)
+
     def poison(self, blocks: Seq[int]) -> None:
         """Fills pages with NaN: for tests, which so prove that nobody reads a free page."""
         (group,) = self.pool
         pages = group.pages.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
         self.pool = (group.replace(pages=jax.device_put(pages, group.pages.sharding)),)
+
+    def _checked(self, block: int) -> int:
+        """JAX clamps ids that are out of range, so they are checked here."""
+        if not 0 <= block < self.num_blocks:
+            raise IndexError(f"block {block} is not in the pool of {self.num_blocks} blocks")
+        return block
+
+    def _new_state(self) -> slot_state.SlotState:
+        slots = self.buckets.max_num_seqs + 1
+        return slot_state.initial_state(replicated(self.spec.mesh), slots, self.spec.model.vocab_size)
 
     def close(self) -> None:
         self._guard.close()

@@ -1,0 +1,253 @@
+"""The engine on a thread of its own, for servers: requests come in from event loops, deltas go back to them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from jaxkv.core.errors import EngineStoppedError, QueueFullError, RequestError
+from jaxkv.core.outputs import RequestDelta
+from jaxkv.core.sampling_params import SamplingParams
+from jaxkv.engine.engine import Engine
+from jaxkv.engine.request import Prompt, Request
+from jaxkv.engine.stats import EngineStats, StepStats
+
+log = logging.getLogger("jaxkv")
+_IDLE_SECONDS = 0.5
+"""How often an idle loop comes round, to keep its heartbeat fresh."""
+
+StepListener = Callable[[StepStats, EngineStats], None]
+
+
+class RequestStream:
+    """The deltas of one request, for one event loop. Leaving it early (`aclose`, cancellation) aborts the request."""
+
+    def __init__(self, engine: AsyncEngine, request: Request) -> None:
+        self.request = request
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[RequestDelta | Exception] = asyncio.Queue()
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[RequestDelta]:
+        return self
+
+    async def __anext__(self) -> RequestDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            item = await self._queue.get()
+        except BaseException:
+            await self.aclose()
+            raise
+        if isinstance(item, Exception):
+            self._ended = True
+            raise item
+        self._ended = item.finished
+        return item
+
+    async def aclose(self) -> None:
+        """Aborts the request unless it has ended. The engine lets go of it before its next step."""
+        if not self._ended:
+            self._ended = True
+            self._engine.abort(self.request.request_id)
+
+    def put(self, item: RequestDelta | Exception) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+        except RuntimeError:  # its event loop is closed: nobody will read this
+            self._engine.abort(self.request.request_id)
+
+
+class AsyncEngine:
+    """Runs an Engine in one loop thread. All methods may be called from any thread; streams belong to their event loop.
+
+    Attributes:
+      on_step: called in the loop thread after each step with its numbers. Must be quick and must not raise.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.on_step: list[StepListener] = []
+        self._changed = threading.Condition()
+        self._arrived: deque[RequestStream] = deque()
+        self._aborted: deque[str] = deque()
+        self._streams: dict[str, RequestStream] = {}
+        self._taking = True
+        self._stop = False
+        self._death: Exception | None = None
+        self._last_round = time.monotonic()
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._loop, name="jaxkv-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self._taking and self._death is None and self._thread.is_alive()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose end has not been delivered."""
+        with self._changed:
+            return len(self._streams)
+
+    def heartbeat_age(self) -> float:
+        """Seconds since the loop last came round; grows while a step hangs."""
+        return time.monotonic() - self._last_round
+
+    def stats(self) -> EngineStats:
+        """As of the last step, with requests that arrived since counted as waiting."""
+        return self._stats
+
+    async def prepare(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
+        """`Engine.prepare` in a thread, so that a long text does not stop the event loop. Raises RequestError."""
+        return await asyncio.to_thread(self.engine.prepare, prompt, params, **options)
+
+    def submit(self, request: Request) -> RequestStream:
+        """Queues a prepared request for the running event loop. Raises QueueFullError and EngineStoppedError at once."""
+        stream = RequestStream(self, request)
+        with self._changed:
+            self._refuse_if_closed()
+            self._refuse_if_full(request)
+            if request.request_id in self._streams:
+                raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
+            self._streams[request.request_id] = stream
+            self._arrived.append(stream)
+            self._changed.notify()
+        return stream
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[RequestDelta]:
+        """Prepares, submits and yields the deltas; leaving the iteration early aborts the request."""
+        stream = self.submit(await self.prepare(prompt, params, **options))
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            await stream.aclose()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next step; unknown ids are ignored. Its stream gets no further delta."""
+        with self._changed:
+            if self._streams.pop(request_id, None) is not None:
+                self._aborted.append(request_id)
+                self._changed.notify()
+
+    async def drain(self, timeout: float) -> bool:
+        """Takes no more requests and waits until the running ones have ended; False when the time was too short."""
+        self._taking = False
+        deadline = time.monotonic() + timeout
+        while self.num_unfinished and self._thread.is_alive():
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    def shutdown(self) -> None:
+        """Stops the loop after its current step. Streams that are still open end with EngineStoppedError."""
+        with self._changed:
+            self._taking = False
+            self._stop = True
+            self._changed.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._fail_all(EngineStoppedError("the engine was shut down"))
+
+    # --- the loop thread ------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while self._await_work():
+                self._take_commands()
+                if self.engine.has_unfinished:
+                    self._deliver(self.engine.step())
+                self._stats = self.engine.stats()
+                for listener in self.on_step:
+                    listener(self.engine.last_step, self._stats)
+        except Exception as error:
+            log.exception("the engine's loop failed; it takes no more requests")
+            self._death = error
+            self._fail_all(EngineStoppedError(f"the engine stopped: {type(error).__name__}: {error}"))
+
+    def _await_work(self) -> bool:
+        """Waits until there is something to do. False when the loop is to stop."""
+        with self._changed:
+            while True:
+                self._last_round = time.monotonic()
+                if self._stop:
+                    return False
+                if self._arrived or self._aborted or self.engine.has_unfinished:
+                    return True
+                self._changed.wait(_IDLE_SECONDS)
+
+    def _take_commands(self) -> None:
+        with self._changed:
+            arrived, aborted = list(self._arrived), list(self._aborted)
+            self._arrived.clear()
+            self._aborted.clear()
+        gone = set(aborted)
+        for stream in arrived:
+            if stream.request.request_id in gone:
+                gone.discard(stream.request.request_id)
+                continue
+            self._submit(stream)
+        for request_id in gone:
+            self.engine.abort(request_id)
+
+    def _submit(self, stream: RequestStream) -> None:
+        try:
+            self.engine.submit(stream.request)
+        except RequestError as error:
+            self._forget(stream.request.request_id)
+            stream.put(error)
+
+    def _deliver(self, deltas: list[RequestDelta]) -> None:
+        for delta in deltas:
+            with self._changed:
+                stream = self._streams.get(delta.request_id)
+            if stream is None:
+                continue
+            if delta.finished:
+                self._forget(delta.request_id)
+            stream.put(delta)
+
+    def _forget(self, request_id: str) -> None:
+        with self._changed:
+            self._streams.pop(request_id, None)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._changed:
+            streams = list(self._streams.values())
+            self._streams.clear()
+            self._arrived.clear()
+        for stream in streams:
+            stream.put(error)
+
+    def _refuse_if_closed(self) -> None:
+        if self._death is not None:
+            raise EngineStoppedError(f"the engine has stopped: {type(self._death).__name__}: {self._death}")
+        if not self._taking:
+            raise EngineStoppedError("the engine is shutting down and takes no more requests")
+
+    def _refuse_if_full(self, request: Request) -> None:
+        """Waiting sequences may be max_queued_requests at most; those that find a free slot do not wait."""
+        limit = self.engine.config.max_queued_requests
+        if limit is None:
+            return
+        arrived = sum(stream.request.params.n for stream in self._arrived)
+        waiting = self._stats.num_waiting + arrived + request.params.n
+        free = (self.engine.config.max_num_seqs or 0) - self._stats.num_running
+        if waiting - max(free, 0) > limit:
+            raise QueueFullError(
+                f"{self._stats.num_waiting + arrived} requests are waiting and --max-queued-requests is {limit}: try again later"
+            )

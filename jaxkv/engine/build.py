@@ -1,0 +1,190 @@
+"""Builds an engine: model, mesh, memory budget, step, warm-up. What cannot work is an error here, never while serving."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import jax
+import numpy as np
+from platformdirs import user_cache_dir
+
+from jaxkv.cache.budget import MemoryReport, device_memory, plan_pool
+from jaxkv.cache.pool import layout_of
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError
+from jaxkv.engine.admission import Admission
+from jaxkv.engine.engine import Engine
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import Params
+from jaxkv.runtime.head_split import split_heads, split_params
+from jaxkv.runtime.mesh import build_mesh, put_params
+from jaxkv.runtime.runner import Runner
+from jaxkv.runtime.step import StepSpec
+from jaxkv.runtime.step_batch import make_buckets
+from jaxkv.runtime.workspace import workspace_bytes
+from jaxkv.scheduling.config import SchedulerConfig
+from jaxkv.scheduling.scheduler import Scheduler
+from jaxkv.text.chat import compile_chat_template
+from jaxkv.text.tokenizer import Tokenizer
+from jaxkv.weights.hub import resolve
+from jaxkv.weights.load import LoadedModel, load_model
+from pallas_kernels.ragged_paged_attention.api import Backend, check_supported
+
+log = logging.getLogger("jaxkv")
+_DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an Engine is made of. config is resolved; model_config is the model's own, before any split over devices."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+    memory: MemoryReport
+    runner: Runner
+    scheduler: Scheduler
+    admission: Admission
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Loads the model that config names and builds the engine. Raises ConfigError and ModelLoadError."""
+    use_compilation_cache(config.compilation_cache_dir)
+    loaded = load_model(resolve(config.model), _dtype(config))
+    return assemble(config, loaded.config, loaded.params, tokenizer_of(loaded), loaded.generation_config, loaded.eos_ids)
+
+
+def assemble(
+    config: EngineConfig,
+    model: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer,
+    generation_config: dict[str, Any],
+    eos_ids: Sequence[int],
+) -> Engine:
+    """Builds an engine from a model that is in host memory already, and warms it up."""
+    mesh = build_mesh(config.tensor_parallel_size)
+    config = resolve_defaults(config, model, mesh.devices.flat[0].platform)
+    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.block_size
+    template = _chat_template(config, tokenizer)
+    shards = config.tensor_parallel_size
+    split = split_heads(model, shards)
+    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    layout = layout_of(split, page_size=config.block_size, dtype=dtype)
+    try:
+        check_supported(config.attention_backend, layout, num_heads=split.num_heads)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    max_pages = -(-config.max_model_len // config.block_size)
+    buckets = make_buckets(
+        max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, max_pages=max_pages
+    )
+    placed = put_params(mesh, split, split_params(model, split, params))
+    memory = plan_pool(
+        layout,
+        shards=shards,
+        device_bytes=device_memory(mesh.devices.flat[0]),
+        weight_bytes=_bytes_per_device(placed),
+        workspace_bytes=workspace_bytes(split, buckets, shards=shards),
+        memory_utilization=config.memory_utilization,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+    )
+    log.info("memory: %s", memory)
+    backend = cast(Backend, config.attention_backend)
+    runner = Runner(StepSpec(split, layout, mesh, backend), placed, buckets, memory.num_blocks)
+    runner.warm_up()
+    limits = _scheduler_config(config, memory.num_blocks)
+    admission = Admission(
+        tokenizer,
+        vocab_size=model.vocab_size,
+        eos_ids=eos_ids,
+        limits=limits,
+        chat_template=template,
+        seed=config.seed,
+    )
+    return Engine(EngineParts(config, model, tokenizer, generation_config, memory, runner, Scheduler(limits), admission))
+
+
+def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
+    """Fills in what config leaves open. Raises ConfigError for what the model cannot do."""
+    on_cpu = platform == "cpu"
+    max_model_len = config.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model's context is {model.max_position} tokens: lower it"
+        )
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    batched = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
+    backend: Literal["reference"] = "reference"
+    if config.attention_backend == "auto":
+        log.info("attention backend: %s (chosen for %s)", backend, platform)
+    return dataclasses.replace(
+        config,
+        dtype=_dtype(config),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=config.block_size or _DEFAULT_BLOCK_SIZE,
+        attention_backend=backend,
+    )
+
+
+def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
+    """The tokenizer that came with the weights."""
+    if loaded.tokenizer_data is not None:
+        return Tokenizer.from_gguf_metadata(loaded.tokenizer_data)
+    return Tokenizer.from_hf_dir(loaded.source.path, extra_eos_ids=loaded.eos_ids)
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Turns on JAX's persistent compilation cache, unless the program has chosen one; "" leaves it as it is."""
+    if directory == "" or (directory is None and jax.config.jax_compilation_cache_dir):
+        return
+    path = Path(directory) if directory else Path(user_cache_dir("jaxkv")) / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _dtype(config: EngineConfig) -> Literal["bfloat16", "float32"]:
+    return "bfloat16" if config.dtype == "auto" else config.dtype
+
+
+def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
+    """The template of --chat-template (a file, or the template itself), else the model's; compiled once to check it."""
+    template = tokenizer.chat_template
+    if config.chat_template is not None:
+        given = config.chat_template
+        is_text = "{" in given or "\n" in given
+        if not is_text and not Path(given).is_file():
+            raise ConfigError(f"chat_template {given!r} is neither a file nor a Jinja template")
+        template = given if is_text else Path(given).read_text(encoding="utf-8")
+    if template is not None:
+        compile_chat_template(template)
+    return template
+
+
+def _scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
+    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.block_size
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        policy=config.scheduling_policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _bytes_per_device(params: Params) -> int:
+    leaves = jax.tree.leaves(params)
+    return int(sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves))

@@ -1,0 +1,404 @@
+"""The engine: schedule, run, commit. Everything else (server, notebook, batch job) drives this object."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Generator, Iterator, Sequence as Seq
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from rich.progress import track
+
+from jaxkv.cache.budget import MemoryReport
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import RequestError
+from jaxkv.core.outputs import FinishReason, RequestDelta, RequestOutput, RequestTimes, join_deltas
+from jaxkv.core.sampling_params import SamplingParams
+from jaxkv.engine.admission import Admission
+from jaxkv.engine.choice import Choice
+from jaxkv.engine.live_request import LiveRequest
+from jaxkv.engine.page_view import PageView, view_pages
+from jaxkv.engine.request import Prompt, Request, as_prompt_list
+from jaxkv.engine.stats import EngineStats, StepStats
+from jaxkv.engine.step_work import HostLogprobs, chunk_of, flags_of
+from jaxkv.models.config import ModelConfig
+from jaxkv.runtime.runner import Runner
+from jaxkv.runtime.step import StepOutput
+from jaxkv.scheduling.plan import Entry, StepPlan
+from jaxkv.scheduling.scheduler import Scheduler
+from jaxkv.scheduling.sequence import Sequence
+from jaxkv.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxkv.engine.build import EngineParts
+
+log = logging.getLogger("jaxkv")
+_GOLDEN = 0x9E3779B97F4A7C15
+"""Step between the seeds of a request's choices (the 64-bit golden ratio, as in SplitMix64)."""
+
+
+class Engine:
+    """Serves one model. Not thread-safe except for `prepare`: one thread adds, steps and aborts (`AsyncEngine` is that thread).
+
+    Attributes:
+      config: as resolved, with no None left where a default was chosen. model_config: the model's shape.
+      generation_config: the model's own sampling defaults. last_step: numbers of the newest step.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.config: EngineConfig = parts.config
+        self.model_config: ModelConfig = parts.model_config
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self.generation_config: dict[str, Any] = parts.generation_config
+        self.last_step = StepStats(0, 0, 0, 0.0, 0.0)
+        self._memory = parts.memory
+        self._runner: Runner = parts.runner
+        self._scheduler: Scheduler = parts.scheduler
+        self._admission: Admission = parts.admission
+        self._live: dict[str, LiveRequest] = {}
+        self._owner: dict[str, tuple[LiveRequest, Choice]] = {}
+        self._arrivals = itertools.count()
+        self._unclaimed: list[RequestDelta] = []
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @classmethod
+    def from_pretrained(cls, model: str, **settings: Any) -> Engine:
+        """Loads a model and warms it up. model: catalog alias, HF directory or repo id, or .gguf file.
+
+        settings: fields of EngineConfig. Raises ConfigError and ModelLoadError.
+        """
+        from jaxkv.engine.build import build_engine
+
+        return build_engine(EngineConfig(model=model, **settings))
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_name or self.config.model
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live) or bool(self._unclaimed)
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """The model's generation_config, with overrides."""
+        return SamplingParams(**{**self.generation_config, **overrides})
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> Request:
+        """Tokenizes and checks a request; changes nothing, may be called from any thread. Raises RequestError."""
+        return self._admission.prepare(
+            prompt,
+            params or self.default_sampling_params(),
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def submit(self, request: Request) -> str:
+        """Queues a prepared request and returns its id. Raises RequestError when the id is in use."""
+        if request.request_id in self._live:
+            raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
+        live = LiveRequest(request, RequestTimes(arrival=time.monotonic()))
+        self._live[request.request_id] = live
+        for index in range(request.params.n):
+            seq = self._new_sequence(request, index)
+            choice = Choice(request, index, seq, self.tokenizer)
+            live.choices.append(choice)
+            self._owner[seq.seq_id] = (live, choice)
+            self._scheduler.add(seq)
+        return request.request_id
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> str:
+        """`submit(prepare(...))`: queues a request for the following steps and returns its id."""
+        return self.submit(self.prepare(prompt, params, **options))
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and frees its blocks at once; its last delta comes with the next step. False when unknown."""
+        live = self._live.get(request_id)
+        if live is None:
+            return False
+        for choice in live.choices:
+            if not choice.finished:
+                self._end(choice.sequence, "abort")
+        self._unclaimed.extend(self._collect([live]))
+        return True
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestDelta]:
+        """Runs one step of the batch. Returns what each request gained; empty when nothing is left to do."""
+        started = time.monotonic()
+        deltas, self._unclaimed = self._unclaimed, []
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return deltas
+        try:
+            waited = self._run_and_commit(plan)
+        except Exception as error:
+            log.exception("a step failed; its %d requests end with an error", len(plan.entries))
+            waited = self._fail(plan, error)
+        touched = dict.fromkeys(self._owner[e.seq.seq_id][0] for e in plan.entries if e.seq.seq_id in self._owner)
+        deltas += self._collect(touched)
+        self._note_step(plan, time.monotonic() - started, waited)
+        return deltas
+
+    def _run_and_commit(self, plan: StepPlan) -> float:
+        """Returns the seconds spent waiting for the device."""
+        self._seat_new(plan)
+        scoring = [self._scores_prompt(entry) for entry in plan.entries]
+        chunks = [chunk_of(entry, score_prompt=scores) for entry, scores in zip(plan.entries, scoring, strict=True)]
+        sampling = [self._owner[entry.seq.seq_id][0].request.params for entry in plan.entries if entry.samples]
+        output = self._runner.run(chunks, flags_of(sampling, score_prompt=any(scoring)))
+        dispatched = time.monotonic()
+        jax.block_until_ready(output)
+        waited = time.monotonic() - dispatched
+        self._take_prompt_logprobs(plan, scoring, output)
+        self._commit(plan, output)
+        return waited
+
+    def _commit(self, plan: StepPlan, output: StepOutput) -> None:
+        tokens, broken = np.asarray(output.tokens).tolist(), np.asarray(output.broken).tolist()
+        logprobs: HostLogprobs | None = None
+        sampled: dict[int, Entry] = {}
+        for row, entry in enumerate(plan.entries):
+            if entry.samples and broken[row]:
+                self._end(entry.seq, "error", "the model's logits are not finite numbers: its weights or its cache are damaged")
+            elif entry.samples:
+                sampled[row] = entry
+        self._scheduler.commit(plan, {entry.seq.seq_id: [tokens[row]] for row, entry in sampled.items()})
+        for row, entry in sampled.items():
+            live, choice = self._owner[entry.seq.seq_id]
+            k = live.request.params.logprobs
+            if k is not None:
+                logprobs = logprobs or HostLogprobs(output.logprobs)
+            delta = choice.push(tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k))
+            if choice.finished:
+                self._scheduler.finish(entry.seq.seq_id, "stop")
+            live.gain(delta)
+        for entry in plan.entries:
+            if entry.seq.finish_reason == "length" and not self._owner[entry.seq.seq_id][1].finished:
+                self._end(entry.seq, "length")
+        self._generation_tokens += len(sampled)
+
+    def _seat_new(self, plan: StepPlan) -> None:
+        now = time.monotonic()
+        for seq in plan.preempted:
+            self._owner[seq.seq_id][0].times.num_preemptions += 1
+        for seq in plan.newly_seated:
+            live, choice = self._owner[seq.seq_id]
+            request = live.request
+            if live.times.first_scheduled is None:
+                live.times.first_scheduled = now
+                self._prompt_tokens += len(seq.prompt_ids)
+            assert seq.slot is not None, f"{seq.seq_id} was seated without a slot"
+            seed = (request.seed + choice.index * _GOLDEN) % 2**64
+            self._runner.seat(seq.slot, request.params, request.stop_ids, seed, seq.prompt_ids, seq.output_ids)
+
+    def _scores_prompt(self, entry: Entry) -> bool:
+        """Whether the step must bring prompt log-probabilities of this entry."""
+        live, _ = self._owner[entry.seq.seq_id]
+        return entry.seq.needs_prompt_logprobs and live.prompt_logprobs_known < len(entry.seq.prompt_ids)
+
+    def _take_prompt_logprobs(self, plan: StepPlan, scoring: Seq[bool], output: StepOutput) -> None:
+        if not any(scoring):
+            return
+        host = HostLogprobs(output.prompt_logprobs)
+        first_row = 0
+        for entry, scores in zip(plan.entries, scoring, strict=True):
+            if scores:
+                live, _ = self._owner[entry.seq.seq_id]
+                prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
+                known = live.prompt_logprobs_known
+                positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
+                live.add_prompt_logprobs(
+                    [host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions]
+                )
+            first_row += entry.num_tokens
+
+    def _fail(self, plan: StepPlan, error: Exception) -> float:
+        for entry in plan.entries:
+            self._end(entry.seq, "error", f"the step failed: {type(error).__name__}: {error}")
+        if self._runner.restore():
+            self._scheduler.forget_computed()
+        return 0.0
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """Ends a sequence from outside the scheduler, wherever it stands."""
+        self._scheduler.finish(seq.seq_id, reason)
+        live, choice = self._owner[seq.seq_id]
+        if not choice.finished:
+            live.gain(choice.end(reason, error))
+
+    def _collect(self, lives: Iterator[LiveRequest] | Seq[LiveRequest] | dict[LiveRequest, None]) -> list[RequestDelta]:
+        """The deltas of some requests; those that have ended are forgotten."""
+        now = time.monotonic()
+        deltas = []
+        for live in lives:
+            delta = live.take_delta()
+            if delta is None:
+                continue
+            if any(gain.token_ids for gain in delta.choices):
+                live.times.first_token = live.times.first_token or now
+                live.times.last_token = now
+            if delta.finished:
+                live.times.finished = now
+                del self._live[live.request.request_id]
+                for choice in live.choices:
+                    del self._owner[choice.sequence.seq_id]
+            deltas.append(delta)
+        return deltas
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        params = request.params
+        assert params.max_tokens is not None, "prepare resolves max_tokens"
+        return Sequence(
+            seq_id=f"{request.request_id}:{index}",
+            request_id=request.request_id,
+            prompt_ids=list(request.prompt_token_ids),
+            max_tokens=params.max_tokens,
+            stop_ids=frozenset(request.stop_ids),
+            min_tokens=params.min_tokens,
+            priority=request.priority,
+            arrival=next(self._arrivals),
+            cache_salt=request.cache_salt,
+            needs_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
+        )
+
+    def _note_step(self, plan: StepPlan, seconds: float, waited: float) -> None:
+        total = plan.num_tokens
+        decodes = sum(e.num_tokens == 1 and e.start >= len(e.seq.prompt_ids) for e in plan.entries)
+        self.last_step = StepStats(total, total - decodes, decodes, seconds - waited, waited)
+
+    # --- whole generations ----------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end, batched as they fit, and returns their outputs in order.
+
+        params: for all prompts, or one for each. progress: shows a bar when there are several prompts.
+        Raises RequestError for the first prompt that is refused; nothing has run then.
+        """
+        many = as_prompt_list(prompts)
+        each = list(params) if isinstance(params, Seq) else [params] * len(many)
+        if len(each) != len(many):
+            raise RequestError(f"{len(many)} prompts came with {len(each)} params: give one, or one each", param="params")
+        requests = [self.prepare(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        gathered: dict[str, list[RequestDelta]] = {self.submit(request): [] for request in requests}
+        done = self._finished_of(gathered)
+        if progress and len(requests) > 1:
+            done = track(done, description="generating", total=len(requests))
+        try:
+            for _ in done:
+                pass
+        finally:
+            for request in requests:
+                self.abort(request.request_id)
+        return [join_deltas(gathered[request.request_id], prompt=request.prompt) for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestDelta, None, None]:
+        """Runs one prompt and yields what it gains; closing the iterator early aborts the request.
+
+        Raises RequestError at once, not at the first item.
+        """
+        request_id = self.add_request(prompt, params)
+
+        def deltas() -> Generator[RequestDelta, None, None]:
+            gathered: dict[str, list[RequestDelta]] = {request_id: []}
+            try:
+                finished = False
+                while not finished:
+                    self._step_into(gathered)
+                    for delta in gathered[request_id]:
+                        finished = delta.finished
+                        yield delta
+                    gathered[request_id].clear()
+            finally:
+                if self.abort(request_id):
+                    self._step_aside(request_id)
+
+        return deltas()
+
+    def _finished_of(self, gathered: dict[str, list[RequestDelta]]) -> Iterator[str]:
+        """Steps until every request in `gathered` has its deltas; yields the ids as they finish."""
+        left = set(gathered)
+        while left:
+            for delta in self._step_into(gathered):
+                if delta.finished:
+                    left.discard(delta.request_id)
+                    yield delta.request_id
+
+    def _step_into(self, gathered: dict[str, list[RequestDelta]]) -> list[RequestDelta]:
+        """One step; deltas of requests that are not in `gathered` stay for whoever calls `step` next."""
+        mine, others = [], []
+        for delta in self.step():
+            (mine if delta.request_id in gathered else others).append(delta)
+        for delta in mine:
+            gathered[delta.request_id].append(delta)
+        self._unclaimed = others + self._unclaimed
+        return mine
+
+    def _step_aside(self, request_id: str) -> None:
+        """Drops the last words of a request whose reader has gone."""
+        self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
+
+    # --- looking inside -------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        ledger, counters = self._scheduler.ledger, self._scheduler.counters
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            kv_usage=ledger.num_held / ledger.num_blocks,
+            num_blocks=ledger.num_blocks,
+            num_blocks_held=ledger.num_held,
+            num_blocks_cached=ledger.num_cached,
+            block_size=self._scheduler.config.block_size,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_preemptions=counters.num_preemptions,
+            recompilations=self._runner.recompilations,
+        )
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of weights, workspace and KV pages, and what the pool holds."""
+        return self._memory
+
+    def page_map(self) -> list[PageView]:
+        """Every block of the pool: its state, and which requests hold it."""
+        return view_pages(self._scheduler.ledger, [choice.sequence for _, choice in self._owner.values()])
+
+    def read_pages(self, blocks: Seq[int]) -> np.ndarray:
+        """The K and V of some blocks as stored: float32 [len(blocks), L, 2, K, block_size, D] (index 0 is K, 1 is V)."""
+        return self._runner.read_pages(blocks)
+
+    def check(self) -> None:
+        """Raises when the ledger does not balance or an idle engine still holds something. For tests and idle moments."""
+        self._scheduler.check()
+        if not self._live and (self._owner or self._scheduler.num_running or self._scheduler.ledger.num_held):
+            raise RuntimeError(f"the engine is idle but holds something: {self._scheduler.ledger.describe()}")
+
+    def close(self) -> None:
+        """Lets go of the device memory; the engine cannot be used afterwards."""
+        self._runner.close()

@@ -1,0 +1,67 @@
+"""Between the scheduler's plan and the device's arrays: chunks and flags of a step, and the log-probabilities it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence as Seq
+
+import numpy as np
+
+from jaxkv.core.outputs import TokenLogprob
+from jaxkv.core.sampling_params import SamplingParams
+from jaxkv.runtime.logprobs import Logprobs
+from jaxkv.runtime.sampler import SamplingFlags
+from jaxkv.runtime.slot_state import uses_history
+from jaxkv.runtime.step_batch import Chunk
+from jaxkv.scheduling.plan import Entry
+
+
+def chunk_of(entry: Entry, *, score_prompt: bool) -> Chunk:
+    """The rows of one plan entry. score_prompt: the request wants log-probabilities of its prompt."""
+    seq = entry.seq
+    targets: Seq[int] = ()
+    if score_prompt and entry.start < len(seq.prompt_ids) - 1:
+        targets = seq.prompt_ids[entry.start + 1 : entry.end + 1]
+    return Chunk(
+        tokens=seq.tokens(entry.start, entry.end),
+        start=entry.start,
+        write_start=entry.write_start,
+        block_ids=entry.block_ids,
+        slot=entry.slot,
+        samples=entry.samples,
+        targets=targets,
+    )
+
+
+def flags_of(sampling: Iterable[SamplingParams], *, score_prompt: bool) -> SamplingFlags:
+    """What the sampled sequences of a step ask for."""
+    params = list(sampling)
+
+    def anyone(asks: Iterable[bool]) -> np.bool_:
+        return np.bool_(any(asks))
+
+    random = [p for p in params if not p.greedy]
+    return SamplingFlags(
+        penalties=anyone(uses_history(p) for p in params),
+        bias=anyone(bool(p.logit_bias) for p in params),
+        min_tokens=anyone(p.min_tokens > 0 for p in params),
+        random=anyone(not p.greedy for p in params),
+        top_k=anyone(p.top_k > 0 for p in random),
+        top_p=anyone(p.top_p < 1 for p in random),
+        logprobs=anyone(p.logprobs is not None for p in params),
+        prompt_logprobs=np.bool_(score_prompt),
+    )
+
+
+class HostLogprobs:
+    """Log-probabilities of a step, copied to the host once."""
+
+    def __init__(self, logprobs: Logprobs) -> None:
+        self._chosen = np.asarray(logprobs.chosen).tolist()
+        self._rank = np.asarray(logprobs.rank).tolist()
+        self._top_ids = np.asarray(logprobs.top_ids)
+        self._top = np.asarray(logprobs.top)
+
+    def at(self, row: int, token: int, k: int) -> TokenLogprob:
+        """Of `token`, which the row was asked about, with the k best."""
+        best = zip(self._top_ids[row, :k].tolist(), self._top[row, :k].tolist(), strict=True)
+        return TokenLogprob(token, self._chosen[row], self._rank[row], tuple(best))
