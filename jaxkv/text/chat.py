@@ -82,7 +82,7 @@ def render_chat(
             "this model has no chat template: start the engine with one (--chat-template), or send a plain prompt",
             param="messages",
         )
-    kwargs = _checked_kwargs(template_kwargs or {})
+    kwargs = _checked_kwargs({} if template_kwargs is None else template_kwargs)
     if continue_final_message:
         checked[-1]["content"] += _CONTINUE_MARK
     context = {"tools": None, "documents": None, **variables, **kwargs, "add_generation_prompt": add_generation_prompt}
@@ -93,7 +93,12 @@ def render_chat(
     return prompt
 
 
-def _checked_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
+def _checked_kwargs(kwargs: object) -> dict[str, object]:
+    if not isinstance(kwargs, Mapping):
+        raise RequestError(
+            f"chat_template_kwargs is a value of type {type(kwargs).__name__}: it must be an object",
+            param="chat_template_kwargs",
+        )
     for name in _OWN_VARIABLES:
         if name in kwargs:
             raise RequestError(

@@ -149,6 +149,11 @@ def test_kwargs_cannot_replace_request_fields(name: str) -> None:
     assert caught.value.param == "chat_template_kwargs"
 
 
+def test_kwargs_must_be_an_object() -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs is a value of type list"):
+        render(CHAT_TEMPLATE, template_kwargs=[1])
+
+
 def test_lone_surrogate_from_a_variable_is_refused() -> None:
     with pytest.raises(RequestError, match=r"U\+DC00"):
         render("{{ x }}", template_kwargs={"x": "\udc00"})
