@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kv_simulator import SimulatedDevice, assert_idle, expected_output, make_scheduler, make_sequence
+from scheduling.kv_simulator import SimulatedDevice, assert_idle, expected_output, make_scheduler, make_sequence
 
 from jaxkv.scheduling import Scheduler, Sequence
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulator import SimulatedDevice, drain, expected_output, make_scheduler, make_sequence, step
+from scheduling.kv_simulator import SimulatedDevice, drain, expected_output, make_scheduler, make_sequence, step
 
 from jaxkv.scheduling import Sequence, SequenceStatus
 

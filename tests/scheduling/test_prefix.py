@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulator import SimulatedDevice, drain, expected_output, make_scheduler, make_sequence
+from scheduling.kv_simulator import SimulatedDevice, drain, expected_output, make_scheduler, make_sequence
 
 from jaxkv.scheduling import sequence_blocks
 from jaxkv.scheduling.prefix import PrefixIndex, block_digest, root_digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kv_simulator import SimulatedDevice, drain, expected_output, make_scheduler, make_sequence, step
+from scheduling.kv_simulator import SimulatedDevice, drain, expected_output, make_scheduler, make_sequence, step
 
 from jaxkv.scheduling import Scheduler, Sequence, sequence_blocks
 

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulator import SimulatedDevice, assert_idle, drain, expected_output, make_scheduler, make_sequence, step
+from scheduling.kv_simulator import (
+    SimulatedDevice,
+    assert_idle,
+    drain,
+    expected_output,
+    make_scheduler,
+    make_sequence,
+    step,
+)
 
 from jaxkv.core.errors import ConfigError
 from jaxkv.scheduling import Scheduler, SchedulerConfig, SchedulerError, Sequence, SequenceStatus, StepPlan

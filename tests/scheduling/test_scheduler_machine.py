@@ -19,7 +19,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kv_simulator import STOP_ID, SimulatedDevice, assert_idle, expected_output, make_scheduler, make_sequence
+from scheduling.kv_simulator import (
+    STOP_ID,
+    SimulatedDevice,
+    assert_idle,
+    expected_output,
+    make_scheduler,
+    make_sequence,
+)
 
 from jaxkv.core.errors import RequestError
 from jaxkv.scheduling import Scheduler, Sequence, SequenceStatus, StepPlan
@@ -46,12 +53,13 @@ class Workbench:
 
     def operate(self, code: int) -> None:
         """One operation, chosen by the low bits of a byte; details come from the bits above and from a generator."""
-        if code % 8 < 2:
-            self.add(code >> 3)
-        elif code % 8 == 2:
-            self.abort(code >> 3)
-        elif code % 8 == 3:
-            self.step(burst=1 + (code >> 3) % 3, abort_before_commit=code >> 5)
+        low, high = code % 16, code // 16
+        if low < 3:
+            self.add(high)
+        elif low == 3:
+            self.abort(high)
+        elif low < 7:
+            self.step(burst=1 + high % 3, abort_before_commit=high // 12)
         else:
             self.step()
         self.check()
@@ -224,7 +232,7 @@ def run_machine(max_examples: int, *, derandomize: bool) -> None:
 
 
 def test_a_hundred_thousand_random_operations() -> None:
-    run_machine(600, derandomize=True)
+    run_machine(750, derandomize=True)
     print(Workbench.operations, Workbench.preemptions, Workbench.hits)
     assert Workbench.operations >= 100_000
     assert Workbench.preemptions >= 1_000

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from kv_simulator import make_sequence
+from scheduling.kv_simulator import make_sequence
 
 
 def test_tokens_are_prompt_then_output() -> None:
