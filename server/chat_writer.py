@@ -11,7 +11,7 @@ from server.logprobs import chat_logprobs, prompt_logprobs
 from server.protocol.chat import ChatCompletionRequest
 
 if TYPE_CHECKING:
-    from jaxkv import Tokenizer
+    from jaxkv.text.tokenizer import Tokenizer
 
 ROLE = "assistant"
 

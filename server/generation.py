@@ -14,7 +14,8 @@ from server.metrics import Metrics
 from server.request_metrics import RequestMetrics
 
 if TYPE_CHECKING:
-    from jaxkv import AsyncEngine, Request
+    from jaxkv.engine.async_engine import AsyncEngine
+    from jaxkv.engine.request import Request
 
 
 class Generation:

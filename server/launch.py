@@ -1,6 +1,6 @@
 """Runs the server: the port is bound at once, the model loads in a thread, SIGTERM drains.
 
-Exit codes: 0 after a drain, 1 when the port or the model could not be had.
+Exit codes: 0 after a drain, 1 when the model could not be had, 128 + the signal after a second signal.
 """
 
 from __future__ import annotations
@@ -24,34 +24,12 @@ from server.settings import ServerSettings
 from server.state import ServerState
 
 if TYPE_CHECKING:
-    from jaxkv import AsyncEngine
+    from jaxkv.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger("jaxkv.server")
 
 _FLUSH_SECONDS = 5
 """Time for the last bytes of ended streams to reach their clients."""
-_BACKLOG = 2048
-
-
-class PortError(JaxkvError):
-    """The address cannot be listened on."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound, not yet listening socket. Port 0 takes a free one. Raises PortError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        # Listening now, not when the app is up, makes a second server on the port fail here and clients wait.
-        sock.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
-        sock.close()
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        message = f"cannot listen on {host} port {port}: {reason}; choose another with --host and --port"
-        raise PortError(message) from error
-    return sock
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +63,7 @@ class _Server(uvicorn.Server):
         self._state = ServerState(settings)
         self._async_engine: AsyncEngine | None = None
         self._drain_task: asyncio.Task[None] | None = None
-        self._signals = 0
+        self._draining = False
         super().__init__(
             uvicorn.Config(
                 create_app(self._state),
@@ -113,24 +91,16 @@ class _Server(uvicorn.Server):
         self.loader.start()
 
     @override
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets)
-        if self._async_engine is not None:
-            await asyncio.to_thread(self._async_engine.shutdown)
-
-    @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # In place of uvicorn's: it would close the port first, and running streams would race its timeout.
-        self._signals += 1
-        self._loop.call_soon_threadsafe(self._on_signal, self._signals)
+        if self._draining:
+            # At once means not waiting for anything: not for clients, nor for a step that may be the reason to stop.
+            os._exit(128 + sig)
+        self._draining = True
+        self._loop.call_soon_threadsafe(self._start_drain)
 
-    def _on_signal(self, count: int) -> None:
-        if count == 1:
-            self._drain_task = asyncio.create_task(self._drain())
-            return
-        logger.warning("second signal: stopping at once")
-        self.force_exit = True
-        self.should_exit = True
+    def _start_drain(self) -> None:
+        self._drain_task = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
         logger.info("draining: running requests have up to %g s to finish", self._settings.shutdown_timeout)
@@ -158,7 +128,7 @@ class _Server(uvicorn.Server):
         loaded.engine.start()
         self._async_engine = loaded.engine
         self._state.use(loaded.engine)
-        if self._signals == 0:
+        if not self._draining:
             logger.info("ready: serving %s", loaded.engine.engine.model_name)
 
     def _fail(self, error: BaseException | None) -> None:

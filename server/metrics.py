@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 from jaxkv.core.outputs import RequestTimes
 
 if TYPE_CHECKING:
-    from jaxkv import AsyncEngine, EngineStats, StepStats
+    from jaxkv.engine.async_engine import AsyncEngine
+    from jaxkv.engine.stats import EngineStats, StepStats
 
 PREFIX = "jaxkv:"
 
@@ -106,6 +107,7 @@ class Metrics:
         )
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(self._model, reason)
+        self._last_step = engine.engine.last_step
         engine.on_step.append(self._observe_step)
 
     def ended(self, reason: str) -> None:
@@ -131,6 +133,9 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _observe_step(self, step: StepStats, _stats: EngineStats) -> None:
+        if step is self._last_step:
+            return  # A round of the loop that only took commands.
+        self._last_step = step
         self._iteration_tokens.observe(step.num_tokens)
         self._step_host.observe(step.host_seconds)
         self._step_device.observe(step.device_seconds)
@@ -144,11 +149,11 @@ class _EngineCollector(Collector):
     """Reads the engine's own counts at the time of the scrape: nothing is counted twice."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine.engine
+        self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        model = [self._engine.model_name]
+        model = [self._engine.engine.model_name]
         for name, text, value in (
             ("num_requests_running", "Requests in the running batch.", stats.num_running),
             ("num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting),
@@ -171,9 +176,9 @@ class _EngineCollector(Collector):
         yield self._cache_config()
 
     def _cache_config(self) -> Metric:
-        config, stats = self._engine.config, self._engine.stats()
+        config, stats = self._engine.engine.config, self._engine.stats()
         labels = {
-            "model_name": self._engine.model_name,
+            "model_name": self._engine.engine.model_name,
             "block_size": str(stats.block_size),
             "num_gpu_blocks": str(stats.num_blocks),
             "cache_dtype": config.kv_cache_dtype,

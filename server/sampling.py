@@ -34,7 +34,7 @@ def completion_sampling(request: CompletionRequest, model_defaults: Mapping[str,
     if request.suffix:
         raise RequestError("suffix is not supported: this model completes at the end only", param="suffix")
     prompt_logprobs = request.prompt_logprobs
-    max_tokens = _max_tokens(request, ("max_tokens",), model_defaults, DEFAULT_MAX_TOKENS)
+    max_tokens = _max_tokens(request, ("max_tokens",), DEFAULT_MAX_TOKENS)
     if request.echo:
         wanted = [k for k in (prompt_logprobs, request.logprobs) if k is not None]
         # Scoring without logprobs still runs the prompt: an answer of 0 tokens has to come from a step.
@@ -50,7 +50,7 @@ def chat_sampling(request: ChatCompletionRequest, model_defaults: Mapping[str, A
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     names = ("max_completion_tokens", "max_tokens")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    max_tokens = _max_tokens(request, names, model_defaults, None)
+    max_tokens = _max_tokens(request, names, None)
     try:
         return _sampling(request, model_defaults, max_tokens, logprobs, request.prompt_logprobs)
     except RequestError as error:
@@ -82,11 +82,8 @@ def _sampling(
     )
 
 
-def _max_tokens(
-    request: GenerationFields, names: tuple[str, ...], model_defaults: Mapping[str, Any], default: int | None
-) -> int | None:
+def _max_tokens(request: GenerationFields, names: tuple[str, ...], default: int | None) -> int | None:
     """A null that the client wrote means as much as fits; only a field left out takes the default."""
     if any(name in request.model_fields_set for name in names):
         return next((value for name in names if (value := getattr(request, name)) is not None), None)
-    limit: int | None = model_defaults.get("max_new_tokens", default)
-    return limit
+    return default

@@ -10,7 +10,7 @@ from server.metrics import Metrics
 from server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from jaxkv import AsyncEngine
+    from jaxkv.engine.async_engine import AsyncEngine
 
 Phase = Literal["loading", "ready", "draining"]
 

@@ -10,7 +10,7 @@ from server.protocol.sampling import GenerationFields
 from server.protocol.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default for this route, where neither the request nor the model says anything."""
+"""OpenAI's default for this route, where the request says nothing; chat answers go on as long as they fit."""
 
 
 class CompletionRequest(GenerationFields):

@@ -50,7 +50,7 @@ def service_router(state: ServerState) -> APIRouter:
     @router.get(
         "/metrics",
         response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}} | error_docs(401, 503),
+        responses=error_docs(401, 503) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
         """Prometheus metrics."""

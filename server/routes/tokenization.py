@@ -7,6 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from jaxkv.core.sampling_params import SamplingParams
 from server.body import read_json
 from server.errors import ApiError
 from server.openapi import body_docs
@@ -19,14 +20,18 @@ def tokenization_router(state: ServerState) -> APIRouter:
 
     @router.post("/tokenize", **body_docs(TokenizeRequest, TokenizeResponse))
     async def tokenize(http: Request) -> Response:
-        """The token ids of a text or a chat."""
+        """The token ids of a text of any length, or of a chat that fits into the model's context."""
         body = await read_json(http, TokenizeRequest, max_bytes=state.settings.max_body_bytes)
         engine = state.admit(body.model).engine
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", param="prompt")
-        prompt = body.chat(body.messages) if body.messages is not None else body.prompt
-        adds = body.add_special_tokens is not False
-        tokens = await asyncio.to_thread(engine.tokenize, prompt, add_special_tokens=adds)
+        if body.messages is None:
+            adds = body.add_special_tokens is not False
+            tokens = await asyncio.to_thread(engine.tokenizer.encode, body.prompt or "", add_special_tokens=adds)
+        else:
+            chat = body.chat(body.messages)
+            request = await asyncio.to_thread(engine.prepare, chat, SamplingParams(max_tokens=1))
+            tokens = list(request.prompt_token_ids)
         strings = [engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return JSONResponse(
             {

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from server.app import create_app
-from server.launch import bind
+from server.port import bind
 from server.settings import ServerSettings
 from server.state import ServerState
 
@@ -35,7 +35,7 @@ def live_server(engine: Any, settings: ServerSettings | None = None) -> Iterator
     thread = threading.Thread(target=lambda: asyncio.run(run(), loop_factory=config.get_loop_factory()))
     thread.start()
     try:
-        yield "http://127.0.0.1:%d" % sock.getsockname()[1]
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(10)

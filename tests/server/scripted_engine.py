@@ -100,8 +100,8 @@ def fault_after(steps: int) -> Script:
 class ScriptedEngine:
     """AsyncEngine's interface. One delta per `pace` seconds; `max_running` requests run, the others wait."""
 
-    def __init__(self, script: Script = say("hello"), *, pace: float = 0.0, max_queued: int | None = None) -> None:
-        self.script = script
+    def __init__(self, script: Script | None = None, *, pace: float = 0.0, max_queued: int | None = None) -> None:
+        self.script = script or say("hello")
         self.pace = pace
         self.max_queued = max_queued
         self.running: set[str] = set()
@@ -117,8 +117,8 @@ class ScriptedEngine:
             model_name=MODEL,
             config=replace(EngineConfig(MODEL), max_model_len=MAX_MODEL_LEN, kv_cache_dtype="float32"),
             generation_config={},
-            tokenize=lambda prompt, add_special_tokens=True: self._encode(prompt)[1],
-            stats=self.stats,
+            prepare=self._prepare,
+            last_step=None,
         )
 
     def stats(self) -> Any:
@@ -145,7 +145,10 @@ class ScriptedEngine:
             return prompt, self.tokenizer.encode(prompt)
         return None, list(prompt)
 
-    async def prepare(
+    async def prepare(self, prompt: Any, params: SamplingParams, **options: Any) -> Any:
+        return self._prepare(prompt, params, **options)
+
+    def _prepare(
         self,
         prompt: Any,
         params: SamplingParams,

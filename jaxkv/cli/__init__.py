@@ -1,0 +1,1 @@
+"""The command line: serve, generate, bench, models."""

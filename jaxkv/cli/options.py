@@ -1,0 +1,73 @@
+"""Options that several commands have: fields of EngineConfig under vLLM's names. None leaves the field's default."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+_MODEL = "Model"
+_CACHE = "KV cache"
+_SCHEDULING = "Scheduling"
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help=f"Catalog alias, directory, .gguf file or Hugging Face repo id. [default: {DEFAULT_MODEL}]"),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Of weights and activations: auto, bfloat16, float32.", rich_help_panel=_MODEL)
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Most tokens of prompt and output together.", rich_help_panel=_MODEL)
+]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="A Jinja file in place of the model's own template.", rich_help_panel=_MODEL)
+]
+TensorParallelSize = Annotated[int | None, typer.Option(help="Devices to shard over.", rich_help_panel=_MODEL)]
+AttentionBackend = Annotated[str | None, typer.Option(help="auto or reference.", rich_help_panel=_MODEL)]
+CompilationCacheDir = Annotated[
+    str | None,
+    typer.Option(help='Where compiled steps are kept; "" keeps none.', rich_help_panel=_MODEL, show_default=False),
+]
+MemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        "--memory-utilization",
+        help="Share of the device's memory (on CPU: of a quarter of the RAM) to use.",
+        rich_help_panel=_CACHE,
+    ),
+]
+KVCacheMemoryBytes = Annotated[
+    int | None,
+    typer.Option("--kv-cache-memory-bytes", help="Size of the KV pool, in place of a share.", rich_help_panel=_CACHE),
+]
+KVCacheDtype = Annotated[
+    str | None, typer.Option("--kv-cache-dtype", help="auto, bfloat16, float32.", rich_help_panel=_CACHE)
+]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV page.", rich_help_panel=_CACHE)]
+PrefixCaching = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Reuse the pages of equal prompt beginnings (on by default).",
+        rich_help_panel=_CACHE,
+    ),
+]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that run at once.", rich_help_panel=_SCHEDULING)]
+MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Tokens per step.", rich_help_panel=_SCHEDULING)]
+SchedulingPolicy = Annotated[str | None, typer.Option(help="fcfs or priority.", rich_help_panel=_SCHEDULING)]
+MaxQueuedRequests = Annotated[
+    int | None, typer.Option(help="Requests that may wait; more get 503.", rich_help_panel=_SCHEDULING)
+]
+Seed = Annotated[int | None, typer.Option(help="Draws the seeds of requests that bring none.", rich_help_panel=_MODEL)]
+
+
+def chosen_model(argument: str | None, option: str | None) -> str:
+    """MODEL or --model, or the default. Raises a usage error when both are given and differ."""
+    if argument and option and argument != option:
+        raise typer.BadParameter(f"MODEL is {argument!r} and --model is {option!r}: give one of them")
+    return argument or option or DEFAULT_MODEL
