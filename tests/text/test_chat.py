@@ -7,12 +7,12 @@ import datetime
 from typing import Any
 
 import pytest
+from fixtures.byte_tokenizer import CHAT_TEMPLATE
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.core.errors import ConfigError, RequestError
 from jaxkv.text.chat import compile_chat_template, render_chat
-from tests.fixtures.byte_tokenizer import CHAT_TEMPLATE
 
 HI = [{"role": "user", "content": "Hi"}]
 

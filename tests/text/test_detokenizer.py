@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from fixtures.byte_tokenizer import BOS, EOS, IM_END, VOCAB_SIZE, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxkv.core.tokenizer_data import TokenizerData, TokenType
 from jaxkv.text.detokenizer import IncrementalDetokenizer
 from jaxkv.text.tokenizer import Tokenizer
-from tests.fixtures.byte_tokenizer import BOS, EOS, IM_END, VOCAB_SIZE, byte_tokenizer
 
 BYTES = byte_tokenizer()
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "é", "日本"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.byte_tokenizer import BOS, EOS, IM_END, IM_START, VOCAB_SIZE, byte_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from jaxkv.core.tokenizer_data import TokenizerData, TokenType
 from jaxkv.text.byte_level import BYTE_TO_CHAR, piece_to_bytes
 from jaxkv.text.pre_tokenizers import pre_rule
 from jaxkv.text.tokenizer import Tokenizer
-from tests.fixtures.byte_tokenizer import BOS, EOS, IM_END, IM_START, VOCAB_SIZE, byte_tokenizer
 
 BYTES = byte_tokenizer()
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
