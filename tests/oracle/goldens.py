@@ -1,7 +1,7 @@
 """What the reference answered: the committed goldens, as plain data for any test.
 
-goldens.json (the default model, float32) is a list with one object per case of cases.json; the fields are those of `Golden`.
-tiny/<name>/ is a small random checkpoint (vocabulary 160, 2 layers), tiny/<name>.npz its arrays: the fields of `TinyGolden`.
+goldens.json (the default model, float32) is a list with one object per case of cases.json: the fields of `Golden`.
+tiny/<name>/ is a small random checkpoint (vocabulary 160, 2 layers), tiny/<name>.npz what it answers: `TinyGolden`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY_SURE_MARGIN = 1e-3
 class Golden:
     """One prompt on the default model.
 
-    messages: of a chat, else None; text: the prompt, rendered with add_generation_prompt for a chat; prompt_ids: of the text.
+    messages: of a chat, else None; text: the prompt, for a chat rendered with add_generation_prompt; prompt_ids: its ids.
     prompt_logprobs: entry 0 is None, entry i is of prompt token i given those before.
     top: for a few positions i of the prompt, the three best (id, logprob) for that position, best first.
     output_ids: 48 greedy tokens, not stopped by anything; margins: by how much each one's logit leads the second best.

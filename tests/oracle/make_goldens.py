@@ -49,7 +49,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def load_tokenizer(gguf: Path) -> Any:
-    """transformers ignores `tokenizer.ggml.pre`; this family ("smollm") splits digits off before the byte-level rule."""
+    """transformers ignores `tokenizer.ggml.pre`; "smollm" splits digits off before the byte-level rule."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     splits = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(splits)
