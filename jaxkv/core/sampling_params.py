@@ -13,6 +13,10 @@ MAX_LOGIT_BIAS = 1024
 """Most entries of `logit_bias` (a static shape of the slot state)."""
 MAX_STOP_TOKEN_IDS = 64
 """Most stop token ids of a request, the model's own end-of-sequence ids included."""
+MAX_STOP_STRINGS = 64
+"""Most stop strings of a request; each token's text is matched against all of them."""
+MAX_STOP_LENGTH = 4096
+"""Most characters of a stop string."""
 MAX_N = 128
 """Most choices of one request."""
 
@@ -92,9 +96,16 @@ class SamplingParams:
                 f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are supported",
                 param="logit_bias",
             )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are supported", param="stop"
+            )
         for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop holds {text!r}: each stop must be a non-empty string", param="stop")
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"stop holds {str(text)[:50]!r}: each must be a string of 1 to {MAX_STOP_LENGTH} characters",
+                    param="stop",
+                )
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31 - 1)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:

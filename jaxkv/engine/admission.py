@@ -78,7 +78,7 @@ class Admission:
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
         """The text that was encoded (None for ids) and the token ids."""
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return prompt, self._encode_text(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Mapping):
             return self._encode_chat(prompt)
         if prompt and all(isinstance(item, Mapping) for item in prompt):
@@ -101,7 +101,14 @@ class Admission:
             template_kwargs=chat.get("chat_template_kwargs"),
             **self.tokenizer.special_tokens,
         )
-        return text, self.tokenizer.encode(text, add_special_tokens=False)
+        return text, self._encode_text(text, add_special_tokens=False)
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Refuses a text that is hopelessly long before it is encoded, which would take seconds and gigabytes."""
+        least = self.tokenizer.least_tokens(text)
+        if least > self._limits.max_model_len:
+            self._limits.check_fits(least, 1)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked_prompt_ids(self, ids: Sequence[Any]) -> list[int]:
         for position, token in enumerate(ids):

@@ -57,7 +57,9 @@ def build_engine(config: EngineConfig) -> Engine:
     """Loads the model that config names and builds the engine. Raises ConfigError and ModelLoadError."""
     use_compilation_cache(config.compilation_cache_dir)
     loaded = load_model(resolve(config.model), _dtype(config))
-    return assemble(config, loaded.config, loaded.params, tokenizer_of(loaded), loaded.generation_config, loaded.eos_ids)
+    tokenizer = tokenizer_of(loaded)
+    eos_ids = tuple(dict.fromkeys((*loaded.eos_ids, *tokenizer.eos_ids)))
+    return assemble(config, loaded.config, loaded.params, tokenizer, loaded.generation_config, eos_ids)
 
 
 def assemble(

@@ -399,6 +399,11 @@ class Engine:
         if not self._live and (self._owner or self._scheduler.num_running or self._scheduler.ledger.num_held):
             raise RuntimeError(f"the engine is idle but holds something: {self._scheduler.ledger.describe()}")
 
+    def poison_free_pages(self) -> None:
+        """Fills every page that nobody holds or may find in the prefix cache with NaN, to prove that nobody reads them."""
+        ledger = self._scheduler.ledger
+        self._runner.poison([block for block in range(ledger.num_blocks) if ledger.state(block) == "free"])
+
     def close(self) -> None:
         """Lets go of the device memory; the engine cannot be used afterwards."""
         self._runner.close()

@@ -1,0 +1,19 @@
+"""Settings of every test: strict JAX, eight virtual CPU devices, hypothesis without a clock."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import hypothesis
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Engines of the same shape are built many times: each shape is compiled once.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci")
