@@ -233,7 +233,6 @@ def run_machine(max_examples: int, *, derandomize: bool) -> None:
 
 def test_a_hundred_thousand_random_operations() -> None:
     run_machine(750, derandomize=True)
-    print(Workbench.operations, Workbench.preemptions, Workbench.hits)
     assert Workbench.operations >= 100_000
     assert Workbench.preemptions >= 1_000
     assert Workbench.hits >= 10_000
