@@ -83,6 +83,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._live) or bool(self._unclaimed)
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Ids of the requests that have not ended, oldest first."""
+        return tuple(self._live)
+
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The model's generation_config, with overrides."""
         return SamplingParams(**{**self.generation_config, **overrides})
