@@ -64,7 +64,7 @@ async def make_prompts(
 async def _text_prompts(
     client: HttpClient, endpoint: str, model: str, count: int, input_len: int, seed: int
 ) -> list[list[int] | str]:
-    """Common words are one token each in most vocabularies. Two probes find what a word and the template really cost."""
+    """Common words are mostly one token each. Two probes find what a word and the template really cost."""
     rng = random.Random(seed)
 
     async def tokens_of(num_words: int) -> int:
