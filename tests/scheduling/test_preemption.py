@@ -148,3 +148,19 @@ def test_the_first_in_order_advances_in_every_step() -> None:
         assert plan is not None
         assert scheduler._running[0] in [entry.seq for entry in plan.entries]
         scheduler.commit(plan, device.run(plan))
+
+
+def test_after_the_pool_is_lost_everything_is_recomputed() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    device = SimulatedDevice(scheduler)
+    sequences = distinct_prompts(4, length=6, max_tokens=9)
+    for seq in sequences:
+        scheduler.add(seq)
+    for _ in range(5):
+        step(scheduler, device)
+    scheduler.forget_computed()
+    device.memory.clear()
+    scheduler.check()
+    assert (scheduler.num_running, scheduler.ledger.num_free) == (0, 16)
+    drain(scheduler, device)
+    assert [seq.output_ids for seq in sequences] == [expected_output(seq) for seq in sequences]
