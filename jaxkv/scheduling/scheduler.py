@@ -129,7 +129,7 @@ class Scheduler:
         return finished
 
     def forget_computed(self) -> None:
-        """The pool's content is lost: running sequences are recomputed from their tokens, and no cached block is found."""
+        """The pool's content is lost: running sequences are recomputed, and no cached block is found."""
         for seq in reversed(self._running.copy()):
             self._requeue(seq)
         self._blocks.forget_cached()
