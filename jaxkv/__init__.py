@@ -23,6 +23,7 @@ from jaxkv.engine.async_engine import AsyncEngine, RequestStream
 from jaxkv.engine.engine import Engine
 from jaxkv.engine.request import Prompt, Request
 from jaxkv.engine.stats import EngineStats, StepStats
+from jaxkv.text.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "SamplingParams",
     "StepStats",
     "TokenLogprob",
+    "Tokenizer",
     "__version__",
     "join_deltas",
 ]

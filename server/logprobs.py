@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.core.outputs import TokenLogprob
 
 if TYPE_CHECKING:
-    from jaxkv.text.tokenizer import Tokenizer
+    from jaxkv import Tokenizer
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""

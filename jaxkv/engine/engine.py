@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence as Seq
+from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -182,7 +183,11 @@ class Engine:
         sampled: dict[int, Entry] = {}
         for row, entry in enumerate(plan.entries):
             if entry.samples and broken[row]:
-                self._end(entry.seq, "error", "the model's logits are not finite numbers: its weights or its cache are damaged")
+                self._end(
+                    entry.seq,
+                    "error",
+                    "the model's logits are not finite numbers: its weights or its cache are damaged",
+                )
             elif entry.samples:
                 sampled[row] = entry
         self._scheduler.commit(plan, {entry.seq.seq_id: [tokens[row]] for row, entry in sampled.items()})
@@ -191,7 +196,9 @@ class Engine:
             k = live.request.params.logprobs
             if k is not None:
                 logprobs = logprobs or HostLogprobs(output.logprobs)
-            delta = choice.push(tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k))
+            delta = choice.push(
+                tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k)
+            )
             if choice.finished:
                 self._scheduler.finish(entry.seq.seq_id, "stop")
             live.gain(delta)
@@ -230,9 +237,7 @@ class Engine:
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
                 known = live.prompt_logprobs_known
                 positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
-                live.add_prompt_logprobs(
-                    [host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions]
-                )
+                live.add_prompt_logprobs([host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions])
             first_row += entry.num_tokens
 
     def _fail(self, plan: StepPlan, error: Exception) -> float:
@@ -249,7 +254,7 @@ class Engine:
         if not choice.finished:
             live.gain(choice.end(reason, error))
 
-    def _collect(self, lives: Iterator[LiveRequest] | Seq[LiveRequest] | dict[LiveRequest, None]) -> list[RequestDelta]:
+    def _collect(self, lives: Iterable[LiveRequest]) -> list[RequestDelta]:
         """The deltas of some requests; those that have ended are forgotten."""
         now = time.monotonic()
         deltas = []
@@ -306,10 +311,12 @@ class Engine:
         many = as_prompt_list(prompts)
         each = list(params) if isinstance(params, Seq) else [params] * len(many)
         if len(each) != len(many):
-            raise RequestError(f"{len(many)} prompts came with {len(each)} params: give one, or one each", param="params")
+            raise RequestError(
+                f"{len(many)} prompts came with {len(each)} params: give one, or one each", param="params"
+            )
         requests = [self.prepare(prompt, p) for prompt, p in zip(many, each, strict=True)]
         gathered: dict[str, list[RequestDelta]] = {self.submit(request): [] for request in requests}
-        done = self._finished_of(gathered)
+        done: Iterable[str] = self._finished_of(gathered)
         if progress and len(requests) > 1:
             done = track(done, description="generating", total=len(requests))
         try:
@@ -354,7 +361,8 @@ class Engine:
 
     def _step_into(self, gathered: dict[str, list[RequestDelta]]) -> list[RequestDelta]:
         """One step; deltas of requests that are not in `gathered` stay for whoever calls `step` next."""
-        mine, others = [], []
+        mine: list[RequestDelta] = []
+        others: list[RequestDelta] = []
         for delta in self.step():
             (mine if delta.request_id in gathered else others).append(delta)
         for delta in mine:

@@ -14,11 +14,13 @@ from jaxkv.models.params import Params
 from jaxkv.models.rope import rotate
 
 Cache = TypeVar("Cache")
-Attend = Callable[[Cache, Int[Array, ""], Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], tuple[Cache, Array]]
+Attend = Callable[
+    [Cache, Int[Array, ""], Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], tuple[Cache, Array]
+]
 """(cache, layer, queries, keys, values) -> (cache with the new keys and values, attention output [T, K, G, D])."""
 
 
-def forward(
+def forward[Cache](
     config: ModelConfig,
     params: Params,
     cache: Cache,
@@ -53,7 +55,7 @@ def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> 
     return (wide * scale * weight[None, :]).astype(x.dtype)
 
 
-def _attention(
+def _attention[Cache](
     config: ModelConfig,
     weights: Params,
     cache: Cache,
@@ -76,5 +78,5 @@ def _mlp(config: ModelConfig, weights: Params, hidden: Float[Array, "T E"]) -> F
     return hidden + _matmul("tf,ef->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], weights["down"])
 
 
-def _matmul(contraction: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+def _matmul(contraction: str, x: Float[Array, ...], weight: Float[Array, ...]) -> Float[Array, ...]:
     return jnp.einsum(contraction, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)

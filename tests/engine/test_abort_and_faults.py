@@ -13,7 +13,10 @@ from fixtures.tiny_engine import TINY, tiny_engine
 from jaxkv import Engine, RequestDelta, SamplingParams, join_deltas
 
 WORKLOAD = {
-    "long": ("a prompt that takes several chunks to read", SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),
+    "long": (
+        "a prompt that takes several chunks to read",
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True),
+    ),
     "three": ("three of me", SamplingParams(seed=4, n=3, max_tokens=5, ignore_eos=True)),
     "late": ("waiting", SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)),
 }
@@ -79,7 +82,9 @@ class BrokenOnce:
 
 @pytest.mark.parametrize("destroy", [False, True])
 @pytest.mark.parametrize("at", [1, 3, 7])
-def test_a_fault_ends_the_requests_of_its_step_and_no_others(narrow: Engine, monkeypatch: pytest.MonkeyPatch, at: int, destroy: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_ends_the_requests_of_its_step_and_no_others(
+    narrow: Engine, monkeypatch: pytest.MonkeyPatch, at: int, destroy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     expected, _ = run(narrow, None, "nobody")
     with monkeypatch.context() as patch:
         patch.setattr(narrow._runner, "run", BrokenOnce(narrow, at, destroy=destroy))

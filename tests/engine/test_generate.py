@@ -160,7 +160,9 @@ def test_choices(engine: Engine) -> None:
 
 
 def test_unseeded_requests_differ(engine: Engine) -> None:
-    outputs = engine.generate(["abc"] * 6, SamplingParams(temperature=2.0, max_tokens=8, ignore_eos=True), progress=False)
+    outputs = engine.generate(
+        ["abc"] * 6, SamplingParams(temperature=2.0, max_tokens=8, ignore_eos=True), progress=False
+    )
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) > 1
 
 
