@@ -53,11 +53,12 @@ async def make_prompts(
 
     Raises BenchmarkError if the server refuses both.
     """
-    ids = random_ids(count, input_len, vocab=vocab, seed=seed)
     if endpoint != CHAT_ENDPOINT:
-        answer = await client.post(endpoint, _probe(endpoint, model, ids[0]))
+        # One prompt more than is measured: what the probe leaves in a prefix cache must help none of them.
+        *ids, probed = random_ids(count + 1, input_len, vocab=vocab, seed=seed)
+        answer = await client.post(endpoint, _probe(endpoint, model, probed))
         if answer.status == 200:
-            return list(ids)
+            return [*ids]
     return await _text_prompts(client, endpoint, model, count, input_len, seed)
 
 
