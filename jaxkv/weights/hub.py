@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 
@@ -22,16 +23,16 @@ def resolve(name: str, revision: str | None = None, *, cache_dir: Path | None = 
     cache_dir: where fetched models are kept; None = the user's cache directory, and the hub's own.
     Raises ModelLoadError with one line that says what to do.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     entry = CATALOG.get(name)
-    is_local = entry is not None or path.exists()
-    if is_local and revision is not None:
+    exists = bool(name) and os.path.exists(path)  # unlike Path.exists, False for names that the system cannot take
+    if (entry or exists) and revision is not None:
         raise ModelLoadError(
             f"revision {revision!r} was given, but only hub repositories have revisions: {name} is none"
         )
     if entry is not None:
         return ModelSource("gguf", fetch_catalog_model(entry, cache_dir), name)
-    if path.exists():
+    if exists:
         return _local(path, name)
     if path.suffix != ".gguf" and not name.startswith((".", "/", "~")) and _REPO_ID.fullmatch(name):
         return ModelSource("hf_dir", fetch_hub_repo(name, revision, cache_dir and cache_dir / "hub"), name)

@@ -12,7 +12,7 @@ from jaxkv.models.config import ModelConfig, RopeConfig
 
 def log_probabilities(config: ModelConfig, params: dict[str, Any], ids: np.ndarray) -> np.ndarray:
     """ids [S] -> log-probabilities [S, V]; row i is the distribution after ids[: i + 1]."""
-    x = params["embed"][ids].astype(np.float32)
+    x = single(params["embed"][ids])
     positions = np.arange(len(ids))
     visible = positions[None, :] <= positions[:, None]
     if config.sliding_window is not None:
@@ -21,10 +21,10 @@ def log_probabilities(config: ModelConfig, params: dict[str, Any], ids: np.ndarr
     for i in range(config.num_layers):
         x = x + attention(config, {name: array[i] for name, array in layers.items()}, x, positions, visible)
         h = rms_norm(x, layers["mlp_norm"][i], config.rms_norm_eps)
-        gate, up = (h @ layers["gate_up"][i, part].astype(np.float32).T for part in (0, 1))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layers["down"][i].astype(np.float32).T
+        gate, up = (h @ single(layers["gate_up"][i, part]).T for part in (0, 1))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ single(layers["down"][i]).T
     x = rms_norm(x, params["final_norm"], config.rms_norm_eps)
-    logits = x @ params.get("lm_head", params["embed"]).astype(np.float32).T
+    logits = x @ single(params.get("lm_head", params["embed"])).T
     logits = logits - logits.max(-1, keepdims=True)
     result: np.ndarray = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return result
@@ -36,7 +36,7 @@ def attention(
     h = rms_norm(x, layer["attn_norm"], config.rms_norm_eps)
     out = np.zeros_like(x)
     for group in range(config.num_kv_heads):
-        heads = [h @ weight.astype(np.float32).T for weight in layer["qkv"][group]]
+        heads = [h @ single(weight).T for weight in layer["qkv"][group]]
         *queries, key, value = heads
         key = rotate(key, positions, config.rope)
         for g, query in enumerate(queries):
@@ -44,8 +44,13 @@ def attention(
             scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             mixed = weights / weights.sum(-1, keepdims=True) @ value
-            out += mixed @ layer["o"][:, group, g].astype(np.float32).T
+            out += mixed @ single(layer["o"][:, group, g]).T
     return out
+
+
+def single(array: np.ndarray) -> np.ndarray:
+    """As float32, without a copy where it is."""
+    return array.astype(np.float32, copy=False)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
