@@ -33,14 +33,8 @@ def tokenization_router(state: ServerState) -> APIRouter:
             request = await asyncio.to_thread(engine.prepare, chat, SamplingParams(max_tokens=1))
             tokens = list(request.prompt_token_ids)
         strings = [engine.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return JSONResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": engine.config.max_model_len,
-                "tokens": tokens,
-                "token_strs": strings,
-            }
-        )
+        limit = engine.config.max_model_len
+        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
 
     @router.post("/detokenize", **body_docs(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(http: Request) -> Response:
