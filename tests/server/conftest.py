@@ -24,6 +24,7 @@ def engine() -> AsyncEngine:
 def base_url(engine: AsyncEngine) -> Iterator[str]:
     with live_server(engine) as url:
         yield url
+    engine.shutdown()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ def short_engine() -> AsyncEngine:
 def short_url(short_engine: AsyncEngine) -> Iterator[str]:
     with live_server(short_engine) as url:
         yield url
+    short_engine.shutdown()
 
 
 def keep_small(case: schemathesis.Case) -> None:
