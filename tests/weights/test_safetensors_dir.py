@@ -65,6 +65,24 @@ def test_tensors_of_a_layer_too_many(copy_of) -> None:
     assert "model.layers.1." in refusal(directory)
 
 
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("num_hidden_layers", "model.layers.2.input_layernorm.weight"),
+        (
+            "vocab_size",
+            "tensor model.embed_tokens.weight has shape [160, 64], the configuration asks for [2147483647, 64]",
+        ),
+        ("intermediate_size", "tensor model.layers.0.mlp.gate_proj.weight has shape"),
+    ],
+)
+def test_absurd_sizes_are_noticed_before_memory_is_taken(copy_of, key: str, named: str) -> None:
+    directory = copy_of("default")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, key: 2**31 - 1}))
+    assert named in refusal(directory)
+
+
 def test_wrong_shape(copy_of) -> None:
     directory = copy_of("default")
     rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": np.ones(63, np.float32)}))
