@@ -16,7 +16,7 @@ from jaxkv.runtime.sampler import SamplingFlags
 MIN_ROWS = 8
 """No step has fewer token rows: narrower matmuls are slower on CPU, and no faster elsewhere."""
 _ROW_MULTIPLE = 32
-_MIN_TABLE_WIDTH = 256
+_MIN_TABLE_WIDTH = 1024
 _TABLE_GROWTH = 8
 
 
