@@ -13,16 +13,17 @@ part of the rows by itself and returns a part of the sum; ask for float32 and ad
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantized_matmul import reference
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight, check_group, check_kind
+from pallas_kernels.quantized_matmul import mosaic_tpu, reference
+from pallas_kernels.quantized_matmul.tuning import blocks_for, current_device_kind
+from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
 
-Backend = Literal["reference"]
+Backend = Literal["reference", "mosaic_tpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MAX_INT8_INPUTS = (2**31 - 1) // 127**2
 """More inputs could overflow the int32 sum of int8 products."""
@@ -44,6 +45,8 @@ def check_supported(backend: str, kind: str, *, out_features: int, in_features: 
         )
     if kind == "int4":
         check_group(in_features, group)
+    if backend == "mosaic_tpu":
+        mosaic_tpu.check_supported(cast(Kind, kind), out_features, in_features)
 
 
 def quantized_matmul(
@@ -61,8 +64,8 @@ def quantized_matmul(
 
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
     """
-    weight = _one_layer(weight, layer)
-    out_features, in_features = weight.shape
+    _check_stacked(weight, layer)
+    *_, out_features, in_features = weight.shape
     if x.ndim != 2 or x.shape[1] != in_features:
         raise ValueError(
             f"activations of shape {x.shape} do not fit a weight of {in_features} inputs: they must be [T, in]"
@@ -70,19 +73,24 @@ def quantized_matmul(
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
-    return reference.matmul(x, weight, jnp.dtype(out_dtype or x.dtype))
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if backend == "reference":
+        return reference.matmul(x, weight if layer is None else _slice(weight, layer), dtype)
+    if layer is None:
+        weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
+    return mosaic_tpu.matmul(x, weight, layer, dtype, blocks=blocks_for(current_device_kind(), weight.kind))
 
 
-def _one_layer(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> QuantizedWeight:
-    stacked = len(weight.shape) - 2
-    if stacked != (layer is not None):
+def _check_stacked(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> None:
+    if len(weight.shape) - 2 != (layer is not None):
         raise ValueError(
             f"a weight of shape {weight.shape} must be [out, in] without `layer`, or [L, out, in] with `layer` "
             f"({'given' if layer is not None else 'not given'} here)"
         )
-    if layer is None:
-        return weight
+
+
+def _slice(stack: QuantizedWeight, layer: Int[Array, ""]) -> QuantizedWeight:
     sliced: QuantizedWeight = jax.tree.map(
-        lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), weight
+        lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack
     )
     return sliced

@@ -17,7 +17,6 @@ says so in code.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -83,28 +82,22 @@ def quantize(weight: np.ndarray[Any, Any], kind: Kind, *, group: int = 128) -> Q
     if kind == "int4":
         check_group(width, group)
     values, scales, zero_points = _allocate(lead, width, kind, group)
-    layers = math.prod(lead[:-1])
-    flat_values = values.reshape(layers, lead[-1], -1)
-    flat_scales = scales.reshape(layers, *scales.shape[len(lead) - 1 :])
-    flat_zeros = None if zero_points is None else zero_points.reshape(flat_scales.shape)
     step = max(1, _FLOAT32_BLOCK // max(width, 1))
-    for layer, matrix in enumerate(weight.reshape(layers, lead[-1], width)):
+    for index in np.ndindex(*lead[:-1]):
         for start in range(0, lead[-1], step):
             rows = slice(start, start + step)
-            wide = matrix[rows].astype(np.float32)
+            wide = weight[index][rows].astype(np.float32)
             if not np.isfinite(wide).all():
                 row = start + int(np.argmin(np.isfinite(wide).all(axis=1)))
-                where = (*np.unravel_index(layer, lead[:-1]), row) if lead[:-1] else (row,)
                 raise ValueError(
-                    f"row {', '.join(map(str, where))} of a weight of shape {weight.shape} holds NaN or infinity: "
+                    f"row {', '.join(map(str, (*index, row)))} of a weight of shape {weight.shape} holds NaN or infinity: "
                     "it cannot be quantized"
                 )
-            if flat_zeros is None:
-                flat_values[layer, rows], flat_scales[layer, rows] = _quantize_rows(wide, kind)
+            if zero_points is None:
+                values[index][rows], scales[index][rows] = _quantize_rows(wide, kind)
             else:
-                packed, group_scales, group_zeros = _quantize_groups(wide, group)
-                flat_values[layer, rows] = packed
-                flat_scales[layer, :, rows], flat_zeros[layer, :, rows] = group_scales.T, group_zeros.T
+                values[index][rows], group_scales, group_zeros = _quantize_groups(wide, group)
+                scales[index][:, rows], zero_points[index][:, rows] = group_scales.T, group_zeros.T
     arrays = cast(tuple[jax.Array, jax.Array, jax.Array | None], (values, scales, zero_points))
     return QuantizedWeight(*arrays, kind=kind)
 
