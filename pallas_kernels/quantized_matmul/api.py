@@ -5,7 +5,7 @@
     fp8_e4m3  e4m3, one scale per row, made here  e4m3 x e4m3  float32
     int4      bfloat16                            bfloat16     float32
 
-Rows do not see each other: a row's result is the same alone and in a batch on the int8 path, bit for bit.
+Rows do not see each other, and int8 sums are exact: a row's int8 result is the same alone and in any batch, bit for bit.
 
 Under `shard_map`: with weights sharded over `out`, results are sharded likewise. Sharded over `in`, each device quantizes its
 part of the rows by itself and returns a part of the sum; ask for float32 and add the parts with `psum`.
@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantized_matmul import mosaic_tpu, reference
-from pallas_kernels.quantized_matmul.tuning import blocks_for, current_device_kind
+from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.quantized_matmul.tuning import blocks_for, current_device_kind, tiles_for
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
 
-Backend = Literal["reference", "mosaic_tpu"]
+Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MAX_INT8_INPUTS = (2**31 - 1) // 127**2
 """More inputs could overflow the int32 sum of int8 products."""
@@ -47,6 +47,8 @@ def check_supported(backend: str, kind: str, *, out_features: int, in_features: 
         check_group(in_features, group)
     if backend == "mosaic_tpu":
         mosaic_tpu.check_supported(cast(Kind, kind), out_features, in_features)
+    if backend == "mosaic_gpu":
+        mosaic_gpu.check_supported(cast(Kind, kind), out_features, in_features)
 
 
 def quantized_matmul(
@@ -78,7 +80,10 @@ def quantized_matmul(
         return reference.matmul(x, weight if layer is None else _slice(weight, layer), dtype)
     if layer is None:
         weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
-    return mosaic_tpu.matmul(x, weight, layer, dtype, blocks=blocks_for(current_device_kind(), weight.kind))
+    device = current_device_kind()
+    if backend == "mosaic_tpu":
+        return mosaic_tpu.matmul(x, weight, layer, dtype, blocks=blocks_for(device, weight.kind))
+    return mosaic_gpu.matmul(x, weight, layer, dtype, tiles=tiles_for(device, weight.kind, x.shape[0]))
 
 
 def _check_stacked(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> None:

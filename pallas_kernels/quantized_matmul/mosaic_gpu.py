@@ -46,8 +46,13 @@ def matmul(
     else:
         values, row_scales = quantize_rows(x, weight.kind)
         operands = [values, weight.values, row_scales, weight.scales]
-    parts = _call(weight, tiles, layer, operands)
-    return (parts[0] if parts.shape[0] == 1 else parts.sum(axis=0))[:T].astype(out_dtype)
+    parts = _call(weight, tiles, layer, operands, out_dtype)
+    if parts.shape[0] == 1:
+        return parts[0, :T]
+    total = parts.sum(axis=0).astype(jnp.float32)
+    if weight.kind != "int4":
+        total = total * row_scales[:, None] * lax.dynamic_index_in_dim(weight.scales, layer[0], keepdims=True)
+    return total[:T].astype(out_dtype)
 
 
 def check_supported(kind: Kind, out_features: int, in_features: int) -> None:
@@ -72,7 +77,10 @@ def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _call(weight: QuantizedWeight, tiles: Tiles, layer: Array, operands: list[Any]) -> Float[Array, "splits T out"]:
+def _call(
+    weight: QuantizedWeight, tiles: Tiles, layer: Array, operands: list[Any], out_dtype: jnp.dtype
+) -> Float[Array, "splits T out"]:
+    """The result if there is one split. Else the sums of each: of int8 in int32 and not scaled, so that their total is exact."""
     _, out, width = weight.shape
     tokens = ROWS * tiles.warpgroups
     is_int4 = weight.kind == "int4"
@@ -142,6 +150,9 @@ def _call(weight: QuantizedWeight, tiles: Tiles, layer: Array, operands: list[An
                 slot, step = lax.rem(i, jnp.int32(stages)), first + i
                 rows = x_smem.at[slot, pl.ds(row0, ROWS)]
                 if is_int4:
+                    # Loads from global memory: on their way while the tile is.
+                    factors = column_vector(scales.at[layer, step, columns])
+                    off = row_vector(sums.at[step, token_rows]) * column_vector(zeros.at[layer, step, columns])
                     wide = lax.rem(i, jnp.int32(_WIDENED))
                     plgpu.barrier_wait(ready.at[wide])
                     w_tile = wide_smem.at[wide]
@@ -157,15 +168,18 @@ def _call(weight: QuantizedWeight, tiles: Tiles, layer: Array, operands: list[An
                 plgpu.barrier_arrive(consumed.at[slot])
                 if is_int4:
                     plgpu.barrier_arrive(used.at[wide])
-                    off = row_vector(sums.at[step, token_rows]) * column_vector(zeros.at[layer, step, columns])
-                    product = (product - off) * column_vector(scales.at[layer, step, columns])
+                    product = (product - off) * factors
                 return acc + product
 
             start = plgpu.layout_cast(jnp.zeros((ROWS, outputs), accumulate), WGMMA)
-            acc = lax.fori_loop(0, count, visit, start).astype(jnp.float32)
-            if not is_int4:
-                acc = acc * row_vector(row_scales.at[token_rows]) * column_vector(scales.at[layer, columns])
-            plgpu.store(result.at[split, token_rows, columns], acc, optimized=False)
+            acc = lax.fori_loop(0, count, visit, start)
+            if splits == 1 and not is_int4:
+                acc = (
+                    acc.astype(jnp.float32)
+                    * row_vector(row_scales.at[token_rows])
+                    * column_vector(scales.at[layer, columns])
+                )
+            plgpu.store(result.at[split, token_rows, columns], acc.astype(result.dtype), optimized=False)
 
     stored = operands[1].dtype
     scratch = [_tiled((stages, tokens, inputs), operands[0].dtype, swizzle)]
@@ -184,7 +198,7 @@ def _call(weight: QuantizedWeight, tiles: Tiles, layer: Array, operands: list[An
         scratch += [_tiled((stages, outputs, inputs), stored, swizzle)]
     parts: Array = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((splits, padded, out), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, padded, out), out_dtype if splits == 1 else accumulate),
         grid=(splits, out // outputs, padded // tokens),
         grid_names=("split", "out", "token"),
         num_threads=tiles.warpgroups + 1,
