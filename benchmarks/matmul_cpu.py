@@ -2,8 +2,8 @@
 
     python benchmarks/matmul_cpu.py [--rounds 9] [--tokens 8 16 32]
 
-The layers run in one compiled scan over stacked weights, as in the engine's step; the output matrix is timed by itself. The forms take
-turns; the table shows each one's best round.
+The layers run in one compiled scan over stacked weights, as in the engine's step; the output matrix is timed by itself. The forms
+take turns; the table shows each one's best round.
 """
 
 from __future__ import annotations

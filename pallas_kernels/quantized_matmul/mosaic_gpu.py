@@ -73,7 +73,9 @@ def _divisor(size: int, largest: int, smallest: int) -> int:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, swizzle: int) -> Any:
-    transforms = (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
+    tiling: Any = plgpu.TilingTransform  # abstract to type checkers, whose base class leaves a method empty
+    swizzling: Any = plgpu.SwizzleTransform
+    transforms = (tiling((8, swizzle // jnp.dtype(dtype).itemsize)), swizzling(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -160,16 +162,17 @@ def _call(
                     plgpu.barrier_wait(full.at[slot])
                     w_tile = w_smem.at[slot]
 
-                def multiply(product: Any) -> Array:
+                def multiply(product: Any) -> Any:
                     plgpu.wgmma(product, rows, w_tile.transpose((1, 0)))
                     return product[...]
 
-                product = pl.run_scoped(multiply, plgpu.ACC((ROWS, outputs), accumulate))
+                product: Array = pl.run_scoped(multiply, plgpu.ACC((ROWS, outputs), accumulate))  # type: ignore[attr-defined]
                 plgpu.barrier_arrive(consumed.at[slot])
                 if is_int4:
                     plgpu.barrier_arrive(used.at[wide])
                     product = (product - off) * factors
-                return acc + product
+                total: Array = acc + product
+                return total
 
             start = plgpu.layout_cast(jnp.zeros((ROWS, outputs), accumulate), WGMMA)
             acc = lax.fori_loop(0, count, visit, start)
