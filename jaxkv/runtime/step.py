@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache.pool import KVPool, page_spec, pool_shardings
+from jaxkv.cache.pool import KVPool, pool_shardings, pool_specs
 from jaxkv.models import decoder
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
@@ -21,7 +21,8 @@ from jaxkv.runtime.mesh import param_shardings, replicated
 from jaxkv.runtime.sampler import sample
 from jaxkv.runtime.slot_state import SlotState
 from jaxkv.runtime.step_batch import StepBatch
-from pallas_kernels.kv_layout import KVLayout, KVPages, write_kv
+from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.ragged_paged_attention.api import Backend, ragged_paged_attention
 
 
@@ -98,7 +99,7 @@ def _advance(state: SlotState, batch: StepBatch, sampled: Int[Array, " S"]) -> S
 def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
     """Writes the new keys and values and attends, each device on its own KV heads."""
     heads = PartitionSpec(None, "tensor")
-    pages = KVPages(pages=page_spec(spec.layout))  # type: ignore[arg-type]
+    pages = pool_specs(spec.layout)
     scale = spec.model.head_dim**-0.5
     layout = dataclasses.replace(spec.layout, num_kv_heads=spec.layout.num_kv_heads // spec.mesh.shape["tensor"])
 
@@ -106,7 +107,7 @@ def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
         kv: KVPages, layer: Array, q: Array, k: Array, v: Array, batch: StepBatch
     ) -> tuple[KVPages, Float[Array, "T K G D"]]:
         T, K, G, D = q.shape
-        kv = write_kv(kv, layer, k, v, batch.write_pages, batch.write_offsets)
+        kv = write_kv(kv, layer, k, v, batch.write_pages, batch.write_offsets, layout=layout, backend=spec.backend)
         out = ragged_paged_attention(
             q.reshape(T, K * G, D),
             kv,
