@@ -24,22 +24,23 @@ class Generation:
     An async context manager: leaving it, for whatever reason, aborts within one step what still runs.
     """
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[Request], metrics: Metrics) -> None:
+    def __init__(self, engine: AsyncEngine, requests: Sequence[Request]) -> None:
         self.requests = requests
         self._engine = engine
         self._streams: list[AsyncIterator[RequestDelta]] = []
         self._merged: asyncio.Queue[tuple[int, RequestDelta | Exception | None]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished = len(requests)
-        self._metrics = [RequestMetrics(metrics, request.params.n) for request in requests]
+        self._metrics: list[RequestMetrics] = []
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request], metrics: Metrics) -> Self:
         """Queues all requests, or none: QueueFullError and EngineStoppedError come from here."""
-        generation = cls(engine, requests, metrics)
+        generation = cls(engine, requests)
         try:
             for request in requests:
                 generation._streams.append(engine.submit(request))
+                generation._metrics.append(RequestMetrics(metrics, request.params.n))
         except BaseException:
             await generation.close()
             raise
@@ -93,7 +94,7 @@ class Generation:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        for request, metrics in zip(self.requests, self._metrics, strict=True):
+        for request, metrics in zip(self.requests, self._metrics, strict=False):  # those that were submitted
             if metrics.close():
                 self._engine.abort(request.request_id)
         self._tasks = []

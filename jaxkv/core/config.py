@@ -24,7 +24,7 @@ class EngineConfig:
     block_size: tokens of one KV page; None = the attention backend's default.
     memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
-    max_queued_requests: requests that may wait; None = no limit.
+    max_queued_requests: requests that may wait in an AsyncEngine, choices counted; None = no limit.
     seed: draws the seeds of requests that bring none.
     compilation_cache_dir: persistent XLA cache; None = under the user's cache directory, "" = off.
     """

@@ -1,4 +1,4 @@
-"""Turns a prompt and its parameters into a Request, or refuses with the reason. Changes nothing, so any thread may call it."""
+"""Turns a prompt and its parameters into a Request, or refuses with the reason. Any thread may call it."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ class Admission:
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
+        if max(ids) >= self._vocab_size:
+            raise RequestError(
+                f"the tokenizer made token {max(ids)} of this prompt, but the model's vocabulary ends at "
+                f"{self._vocab_size - 1}: the tokenizer does not belong to this model",
+                param="prompt",
+            )
+        if priority and self._limits.policy != "priority":
+            raise RequestError(
+                f"priority is {priority}, but the engine serves first come, first served: "
+                "start it with --scheduling-policy priority",
+                param="priority",
+            )
         self._check_ids(params)
         if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
             raise RequestError(

@@ -55,14 +55,14 @@ class RequestStream:
         """Aborts the request unless it has ended. The engine lets go of it before its next step."""
         if not self._ended:
             self._ended = True
-            self._engine.abort(self.request.request_id)
+            self._engine.leave(self)
 
     def put(self, item: RequestDelta | Exception) -> None:
         """Called from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:  # its event loop is closed: nobody will read this
-            self._engine.abort(self.request.request_id)
+            self._engine.leave(self)
 
 
 class AsyncEngine:
@@ -77,7 +77,7 @@ class AsyncEngine:
         self.on_step: list[StepListener] = []
         self._changed = threading.Condition()
         self._commands: deque[RequestStream | str] = deque()  # in order: a stream to serve, or an id to abort
-        self._arrived = 0  # sequences among the commands
+        self._unfinished = 0  # sequences of the streams
         self._streams: dict[str, RequestStream] = {}  # all that somebody may be reading
         self._served: dict[str, RequestStream] = {}  # those that the engine knows; the loop thread's own
         self._taking = True
@@ -123,7 +123,7 @@ class AsyncEngine:
                 raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
             self._streams[request.request_id] = stream
             self._commands.append(stream)
-            self._arrived += request.params.n
+            self._unfinished += request.params.n
             self._changed.notify()
         return stream
 
@@ -141,8 +141,15 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; unknown ids are ignored. Its stream gets no further delta."""
         with self._changed:
-            if self._streams.pop(request_id, None) is not None:
-                self._commands.append(request_id)
+            stream = self._streams.get(request_id)
+        if stream is not None:
+            self.leave(stream)
+
+    def leave(self, stream: RequestStream) -> None:
+        """`abort` of the request of one stream, unless that has ended and its id serves another by now."""
+        with self._changed:
+            if self._forget(stream):
+                self._commands.append(stream.request.request_id)
                 self._changed.notify()
 
     async def drain(self, timeout: float) -> bool:
@@ -196,7 +203,6 @@ class AsyncEngine:
         with self._changed:
             commands = list(self._commands)
             self._commands.clear()
-            self._arrived = 0
         for command in commands:
             if isinstance(command, RequestStream):
                 self._submit(command)
@@ -209,7 +215,8 @@ class AsyncEngine:
             self.engine.submit(stream.request)
             self._served[stream.request.request_id] = stream
         except RequestError as error:
-            self._forget(stream)
+            with self._changed:
+                self._forget(stream)
             stream.put(error)
 
     def _deliver(self, deltas: list[RequestDelta]) -> None:
@@ -219,20 +226,24 @@ class AsyncEngine:
                 continue
             if delta.finished:
                 del self._served[delta.request_id]
-                self._forget(stream)
+                with self._changed:
+                    self._forget(stream)
             stream.put(delta)
 
-    def _forget(self, stream: RequestStream) -> None:
-        """Its id may be used again."""
-        with self._changed:
-            if self._streams.get(stream.request.request_id) is stream:
-                del self._streams[stream.request.request_id]
+    def _forget(self, stream: RequestStream) -> bool:
+        """Its id may be used again. False when it was forgotten before. The caller holds the lock."""
+        if self._streams.get(stream.request.request_id) is not stream:
+            return False
+        del self._streams[stream.request.request_id]
+        self._unfinished -= stream.request.params.n
+        return True
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
             streams = list(self._streams.values())
             self._streams.clear()
             self._commands.clear()
+            self._unfinished = 0
         for stream in streams:
             stream.put(error)
 
@@ -243,13 +254,12 @@ class AsyncEngine:
             raise EngineStoppedError("the engine is shutting down and takes no more requests")
 
     def _refuse_if_full(self, request: Request) -> None:
-        """Waiting sequences may be max_queued_requests at most; those that find a free slot do not wait."""
+        """max_num_seqs sequences run; max_queued_requests more may wait."""
         limit = self.engine.config.max_queued_requests
         if limit is None:
             return
-        waiting = self._stats.num_waiting + self._arrived
-        free = (self.engine.config.max_num_seqs or 0) - self._stats.num_running
-        if waiting + request.params.n - max(free, 0) > limit:
+        waiting = self._unfinished + request.params.n - (self.engine.config.max_num_seqs or 0)
+        if waiting > limit:
             raise QueueFullError(
-                f"{waiting} requests are waiting and --max-queued-requests is {limit}: try again later"
+                f"{waiting} requests would be waiting and --max-queued-requests is {limit}: try again later"
             )

@@ -31,7 +31,7 @@ from jaxkv.scheduling.scheduler import Scheduler
 from jaxkv.text.chat import compile_chat_template
 from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.weights.hub import resolve
-from jaxkv.weights.load import LoadedModel, load_model
+from jaxkv.weights.load import LoadedModel, load_model, read_config
 from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.ragged_paged_attention.api import Backend, check_supported
 
@@ -56,10 +56,19 @@ class EngineParts:
 def build_engine(config: EngineConfig) -> Engine:
     """Loads the model that config names and builds the engine. Raises ConfigError and ModelLoadError."""
     use_compilation_cache(config.compilation_cache_dir)
-    loaded = load_model(resolve(config.model), _dtype(config))
+    source = resolve(config.model)
+    check_early(config, read_config(source))
+    loaded = load_model(source, _dtype(config))
     tokenizer = tokenizer_of(loaded)
     eos_ids = tuple(dict.fromkeys((*loaded.eos_ids, *tokenizer.eos_ids)))
     return assemble(config, loaded.config, loaded.params, tokenizer, loaded.generation_config, eos_ids)
+
+
+def check_early(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for what cannot work whatever the weights, before they are read."""
+    mesh = build_mesh(config.tensor_parallel_size)
+    _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0].platform), num_blocks=1)
+    split_heads(model, config.tensor_parallel_size)
 
 
 def assemble(
@@ -80,8 +89,7 @@ def assemble(
     template = _chat_template(config, tokenizer)
     shards = config.tensor_parallel_size
     split = split_heads(model, shards)
-    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    layout = KVLayout(split.num_layers, split.num_kv_heads, split.head_dim, config.block_size, dtype)
+    layout = KVLayout(split.num_layers, split.num_kv_heads, split.head_dim, config.block_size, config.kv_cache_dtype)
     try:
         check_supported(config.attention_backend, layout, num_heads=split.num_heads)
     except ValueError as error:
@@ -136,6 +144,7 @@ def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) ->
     return dataclasses.replace(
         config,
         dtype=_dtype(config),
+        kv_cache_dtype=_dtype(config) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -173,7 +182,10 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
         is_text = "{" in given or "\n" in given
         if not is_text and not Path(given).is_file():
             raise ConfigError(f"chat_template {given!r} is neither a file nor a Jinja template")
-        template = given if is_text else Path(given).read_text(encoding="utf-8")
+        try:
+            template = given if is_text else Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
     if template is not None:
         compile_chat_template(template)
     return template

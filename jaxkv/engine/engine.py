@@ -160,9 +160,11 @@ class Engine:
             return deltas
         try:
             waited = self._run_and_commit(plan)
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too, leaves the step half done
             log.exception("a step failed; its %d requests end with an error", len(plan.entries))
             waited = self._fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
         touched = dict.fromkeys(self._owner[e.seq.seq_id][0] for e in plan.entries if e.seq.seq_id in self._owner)
         deltas += self._collect(touched)
         self._note_step(plan, time.monotonic() - started, waited)
@@ -183,7 +185,7 @@ class Engine:
         return waited
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> None:
-        tokens, broken = np.asarray(output.tokens).tolist(), np.asarray(output.broken).tolist()
+        tokens, broken, finished = (np.asarray(x).tolist() for x in (output.tokens, output.broken, output.finished))
         logprobs: HostLogprobs | None = None
         sampled: dict[int, Entry] = {}
         for row, entry in enumerate(plan.entries):
@@ -204,6 +206,10 @@ class Engine:
             delta = choice.push(
                 tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k)
             )
+            if finished[row] != (entry.seq.finish_reason is not None):
+                raise RuntimeError(
+                    f"host and device disagree whether {entry.seq.seq_id} has ended with token {tokens[row]}"
+                )
             if choice.finished:
                 self._scheduler.finish(entry.seq.seq_id, "stop")
             live.gain(delta)
@@ -245,7 +251,7 @@ class Engine:
                 live.add_prompt_logprobs([host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions])
             first_row += entry.num_tokens
 
-    def _fail(self, plan: StepPlan, error: Exception) -> float:
+    def _fail(self, plan: StepPlan, error: BaseException) -> float:
         for entry in plan.entries:
             self._end(entry.seq, "error", f"the step failed: {type(error).__name__}: {error}")
         if self._runner.restore():
@@ -264,14 +270,10 @@ class Engine:
         now = time.monotonic()
         deltas = []
         for live in lives:
-            delta = live.take_delta()
+            delta = live.take_delta(now)
             if delta is None:
                 continue
-            if any(gain.token_ids for gain in delta.choices):
-                live.times.first_token = live.times.first_token or now
-                live.times.last_token = now
             if delta.finished:
-                live.times.finished = now
                 del self._live[live.request.request_id]
                 for choice in live.choices:
                     del self._owner[choice.sequence.seq_id]
@@ -364,8 +366,13 @@ class Engine:
         return self._runner.read_pages(blocks)
 
     def check(self) -> None:
-        """Raises when the ledger does not balance or an idle engine still holds something. For tests and idle moments."""
+        """Raises when the ledger does not balance, something was compiled after the warm-up, or an idle engine holds something.
+
+        For tests and idle moments.
+        """
         self._scheduler.check()
+        if self._runner.recompilations:
+            raise RuntimeError(f"{self._runner.recompilations} compilations after the warm-up")
         if not self._live and (self._owner or self._scheduler.num_running or self._scheduler.ledger.num_held):
             raise RuntimeError(f"the engine is idle but holds something: {self._scheduler.ledger.describe()}")
 
@@ -375,5 +382,5 @@ class Engine:
         self._runner.poison([block for block in range(ledger.num_blocks) if ledger.state(block) == "free"])
 
     def close(self) -> None:
-        """Lets go of the device memory; the engine cannot be used afterwards."""
+        """Lets go of weights and pool; the engine cannot be used afterwards."""
         self._runner.close()

@@ -12,18 +12,22 @@ from jaxkv.core.sampling_params import SamplingParams
 from jaxkv.runtime.logprobs import Logprobs
 from jaxkv.runtime.sampler import SamplingFlags
 from jaxkv.runtime.slot_state import uses_history
-from jaxkv.runtime.step_batch import Chunk
+from jaxkv.runtime.step_batch import FROM_SLOT, Chunk
 from jaxkv.scheduling.plan import Entry
 
 
 def chunk_of(entry: Entry, *, score_prompt: bool) -> Chunk:
-    """The rows of one plan entry. score_prompt: the request wants log-probabilities of its prompt."""
+    """The rows of one plan entry. score_prompt: the request wants log-probabilities of its prompt.
+
+    A decoding sequence's token is left to the device, which has it in the slot.
+    """
     seq = entry.seq
+    decodes = entry.num_tokens == 1 and entry.samples and entry.start >= len(seq.prompt_ids)
     targets: Seq[int] = ()
     if score_prompt and entry.start < len(seq.prompt_ids) - 1:
         targets = seq.prompt_ids[entry.start + 1 : entry.end + 1]
     return Chunk(
-        tokens=seq.tokens(entry.start, entry.end),
+        tokens=[FROM_SLOT] if decodes else seq.tokens(entry.start, entry.end),
         start=entry.start,
         write_start=entry.write_start,
         block_ids=entry.block_ids,

@@ -73,7 +73,7 @@ class Runner:
     ) -> None:
         """Gives a slot to a sequence that starts, or resumes with `output` generated before."""
         V = self.spec.model.vocab_size
-        row = slot_state.slot_row(params, stop_ids, seed, len(output), V)
+        row = slot_state.slot_row(params, stop_ids, seed, prompt, output, V)
         with self._guard.watch():
             self._state = self._seat(self._state, np.int32(slot), row)
             if slot_state.uses_history(params):
@@ -91,7 +91,7 @@ class Runner:
 
     def restore(self) -> bool:
         """After a failed step: makes pool and state anew if the step took them with it. True when their content is lost."""
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves((self.pool, self._state)))
+        lost = not self._intact()
         if lost:
             self.pool = create_pool(self.spec.mesh, self.spec.layout, self.num_blocks)
             self._state = self._new_state()
@@ -109,6 +109,17 @@ class Runner:
         pages = group.pages.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
         self.pool = (dataclasses.replace(group, pages=jax.device_put(pages, group.pages.sharding)),)
 
+    def _intact(self) -> bool:
+        """Whether pool and state hold numbers: a step that fails has given away its buffers, or left the error in them."""
+        leaves = jax.tree.leaves((self.pool, self._state))
+        if any(leaf.is_deleted() for leaf in leaves):
+            return False
+        try:
+            jax.block_until_ready(leaves)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
     def _checked(self, block: int) -> int:
         """JAX clamps ids that are out of range, so they are checked here."""
         if not 0 <= block < self.num_blocks:
@@ -120,4 +131,6 @@ class Runner:
         return slot_state.initial_state(replicated(self.spec.mesh), slots, self.spec.model.vocab_size)
 
     def close(self) -> None:
+        """Lets go of weights, pool and state."""
         self._guard.close()
+        del self.pool, self._state, self._params

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.cache.pool import KVPool, pool_shardings, pool_specs
 from jaxkv.models import decoder
@@ -32,6 +32,7 @@ class StepOutput:
 
     tokens: jax.Array  # [S] int32
     broken: jax.Array  # [S] bool: the logits held NaN or +inf, so the token is meaningless
+    finished: jax.Array  # [S] bool: the token is a stop id (past min_tokens) or reaches max_tokens
     logprobs: Logprobs  # [S]
     prompt_logprobs: Logprobs  # [T]
 
@@ -78,10 +79,18 @@ def _step(
     output = StepOutput(
         tokens=sampled,
         broken=~jnp.isfinite(best),
+        finished=_finished(state, batch.slots, sampled),
         logprobs=sampled_logprobs(batch.flags.logprobs, logits, sampled),
         prompt_logprobs=prompt_logprobs(batch.flags.prompt_logprobs, hidden, batch.targets, to_logits),
     )
     return pool, _advance(state, batch, sampled), output
+
+
+def _finished(state: SlotState, slots: Int[Array, " S"], sampled: Int[Array, " S"]) -> Bool[Array, " S"]:
+    length = state.output_len[slots] + 1
+    stopped = jnp.any(state.stop_ids[slots] == sampled[:, None], axis=1) & (length > state.min_tokens[slots])
+    finished: Array = stopped | (length >= state.max_tokens[slots])
+    return finished
 
 
 def _advance(state: SlotState, batch: StepBatch, sampled: Int[Array, " S"]) -> SlotState:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.tiny_engine import tiny_engine
-from fixtures.workload import Answer, mixed_jobs, run_alone, run_together
+from fixtures.workload import Answer, answer_of, mixed_jobs, run_alone, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import Engine
+from jaxkv import Engine, RequestDelta, SamplingParams, join_deltas
 
 JOBS = mixed_jobs(32)
 
@@ -77,20 +77,21 @@ def test_free_pages_may_hold_anything(engine: Engine, alone: list[Answer]) -> No
 )
 def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[int], gaps: list[int]) -> None:
     ids: dict[str, int] = {}
-    texts: dict[int, dict[int, str]] = {index: {} for index in order}
+    deltas: dict[int, list[RequestDelta]] = {index: [] for index in order}
+
+    def step() -> None:
+        engine.poison_free_pages()
+        for delta in engine.step():
+            if delta.request_id in ids:
+                deltas[ids[delta.request_id]].append(delta)
+
     for index, gap in zip(order, gaps, strict=True):
         ids[engine.add_request(JOBS[index].prompt, JOBS[index].params)] = index
+        engine.add_request("an unseeded neighbour", SamplingParams(max_tokens=gap + 1))
         for _ in range(gap):
-            _gather(engine, ids, texts)
+            step()
     while engine.has_unfinished:
-        _gather(engine, ids, texts)
+        step()
     engine.check()
     for index in order:
-        assert tuple(texts[index][i] for i in sorted(texts[index])) == alone[index].texts
-
-
-def _gather(engine: Engine, ids: dict[str, int], texts: dict[int, dict[int, str]]) -> None:
-    for delta in engine.step():
-        mine = texts[ids[delta.request_id]]
-        for choice in delta.choices:
-            mine[choice.index] = mine.get(choice.index, "") + choice.text
+        assert answer_of(join_deltas(deltas[index])) == alone[index]
