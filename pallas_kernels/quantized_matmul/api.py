@@ -1,0 +1,88 @@
+"""Quantized matmul: activations [T, in] by a weight [out, in] that is kept in 8 or 4 bits, on every backend.
+
+    kind      activations                        products     accumulated in
+    int8      int8, one scale per row, made here  int8 x int8  int32
+    fp8_e4m3  e4m3, one scale per row, made here  e4m3 x e4m3  float32
+    int4      bfloat16                            bfloat16     float32
+
+Rows do not see each other: a row's result is the same alone and in a batch on the int8 path, bit for bit.
+
+Under `shard_map`: with weights sharded over `out`, results are sharded likewise. Sharded over `in`, each device quantizes its
+part of the rows by itself and returns a part of the sum; ask for float32 and add the parts with `psum`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantized_matmul import reference
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight, check_group, check_kind
+
+Backend = Literal["reference"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+MAX_INT8_INPUTS = (2**31 - 1) // 127**2
+"""More inputs could overflow the int32 sum of int8 products."""
+
+
+def check_supported(backend: str, kind: str, *, out_features: int, in_features: int, group: int = 128) -> None:
+    """Raises ValueError that names what `backend` cannot do for weights [out_features, in_features] of this kind.
+
+    Called when an engine is built, with the sizes that one device holds. group: inputs per scale of int4, not used otherwise.
+    """
+    check_kind(kind)
+    if backend not in BACKENDS:
+        raise ValueError(f"matmul backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
+    if out_features < 1 or in_features < 1:
+        raise ValueError(f"a quantized weight of {out_features} x {in_features} is empty")
+    if kind == "int8" and in_features > MAX_INT8_INPUTS:
+        raise ValueError(
+            f"int8 weights of {in_features} inputs could overflow int32 sums: at most {MAX_INT8_INPUTS}; use fp8_e4m3 or int4"
+        )
+    if kind == "int4":
+        check_group(in_features, group)
+
+
+def quantized_matmul(
+    x: Float[Array, "T in"],
+    weight: QuantizedWeight,
+    *,
+    layer: Int[Array, ""] | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    backend: Backend = "reference",
+) -> Float[Array, "T out"]:
+    """x times the transposed weight, in x's dtype, or in `out_dtype`.
+
+    x: bfloat16 or float32. weight: [out, in], or a stack [L, out, in] of which `layer` picks one. A scan over layers should close
+    over the stack and pass its index: kernels then read the layer where it lies, while a slice would be copied for them.
+
+    Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
+    """
+    weight = _one_layer(weight, layer)
+    out_features, in_features = weight.shape
+    if x.ndim != 2 or x.shape[1] != in_features:
+        raise ValueError(
+            f"activations of shape {x.shape} do not fit a weight of {in_features} inputs: they must be [T, in]"
+        )
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
+    check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
+    return reference.matmul(x, weight, jnp.dtype(out_dtype or x.dtype))
+
+
+def _one_layer(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> QuantizedWeight:
+    stacked = len(weight.shape) - 2
+    if stacked != (layer is not None):
+        raise ValueError(
+            f"a weight of shape {weight.shape} must be [out, in] without `layer`, or [L, out, in] with `layer` "
+            f"({'given' if layer is not None else 'not given'} here)"
+        )
+    if layer is None:
+        return weight
+    sliced: QuantizedWeight = jax.tree.map(
+        lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), weight
+    )
+    return sliced
