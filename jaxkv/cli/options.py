@@ -20,6 +20,9 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MO
 Dtype = Annotated[
     str | None, typer.Option(help="Of weights and activations: auto, bfloat16, float32.", rich_help_panel=_MODEL)
 ]
+Quantization = Annotated[
+    str | None, typer.Option(help="int8: weights in 8 bits, quantized while loading.", rich_help_panel=_MODEL)
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of prompt and output together.", rich_help_panel=_MODEL)
 ]

@@ -8,6 +8,7 @@ from typing import Literal
 from jaxkv.core.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float32"]
+Quantization = Literal["int8"]
 KVCacheDType = Literal["auto", "bfloat16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "reference"]
@@ -18,6 +19,7 @@ class EngineConfig:
     """Everything that can be chosen when an engine is built. None means: chosen from the model and the device.
 
     dtype: of weights and activations; auto = bfloat16.
+    quantization: int8 = weights in 8 bits with a scale per output, activations in 8 bits with a scale per row; None = off.
     max_model_len: tokens of prompt and output together, at most; None = the model's own limit.
     max_num_seqs: sequences that run at once; None = 32 on CPU, 256 elsewhere.
     max_num_batched_tokens: tokens of one step; None = 512 on CPU, 2,048 elsewhere.
@@ -32,6 +34,7 @@ class EngineConfig:
     model: str
     served_model_name: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -60,6 +63,8 @@ class EngineConfig:
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}: it must be at least 1")
         _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, ("int8",))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "bfloat16", "float32"))
         _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _one_of("attention_backend", self.attention_backend, ("auto", "reference"))

@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig) -> Engine:
     use_compilation_cache(config.compilation_cache_dir)
     source = resolve(config.model)
     check_early(config, read_config(source))
-    loaded = load_model(source, _dtype(config))
+    loaded = load_model(source, _dtype(config), config.quantization)
     tokenizer = tokenizer_of(loaded)
     eos_ids = tuple(dict.fromkeys((*loaded.eos_ids, *tokenizer.eos_ids)))
     return assemble(config, loaded.config, loaded.params, tokenizer, loaded.generation_config, eos_ids)
@@ -112,7 +112,8 @@ def assemble(
     )
     log.info("memory: %s", memory)
     backend = cast(Backend, config.attention_backend)
-    runner = Runner(StepSpec(split, layout, mesh, backend), placed, buckets, memory.num_blocks)
+    spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=config.quantization is not None)
+    runner = Runner(spec, placed, buckets, memory.num_blocks)
     runner.warm_up()
     limits = _scheduler_config(config, memory.num_blocks)
     admission = Admission(

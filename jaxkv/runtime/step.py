@@ -39,12 +39,14 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The static arguments of a step."""
+    """The static arguments of a step. dtype: of activations. quantized: the parameter tree holds QuantizedWeights."""
 
     model: ModelConfig
     layout: KVLayout
     mesh: Mesh
     backend: Backend
+    dtype: str
+    quantized: bool = False
 
 
 StepFn = Callable[[Params, KVPool, SlotState, StepBatch], tuple[KVPool, SlotState, StepOutput]]
@@ -56,7 +58,7 @@ def make_step(spec: StepSpec) -> StepFn:
     return jax.jit(
         lambda params, pool, state, batch: _step(spec, params, pool, state, batch),
         donate_argnums=(1, 2),
-        in_shardings=(param_shardings(spec.mesh, spec.model), pool, everywhere, everywhere),
+        in_shardings=(param_shardings(spec.mesh, spec.model, quantized=spec.quantized), pool, everywhere, everywhere),
         out_shardings=(pool, everywhere, everywhere),
     )
 
@@ -66,7 +68,9 @@ def _step(
 ) -> tuple[KVPool, SlotState, StepOutput]:
     known = state.last_token[batch.slots[batch.token_seqs]]
     tokens = jnp.where(batch.tokens < 0, known, batch.tokens)
-    pool, hidden = decoder.forward(spec.model, params, pool, tokens, batch.positions, _attention(spec, batch))
+    pool, hidden = decoder.forward(
+        spec.model, params, pool, tokens, batch.positions, _attention(spec, batch), dtype=spec.dtype
+    )
 
     def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
         gathered: Array = jax.lax.with_sharding_constraint(decoder.logits(params, rows), replicated(spec.mesh))
