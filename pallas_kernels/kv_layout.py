@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-KVOrder = Literal["head_major"]
+from pallas_kernels import kv_orders_tpu
+
+KVOrder = Literal["head_major", "token_major"]
 
 
 @struct.dataclass
@@ -48,6 +50,10 @@ class KVLayout:
 
     def pages_shape(self, num_pages: int) -> tuple[int, ...]:
         """Shape of `KVPages.pages` for a pool of `num_pages` pages."""
+        if self.order == "token_major":
+            return kv_orders_tpu.pages_shape(
+                self.num_layers, num_pages, self.page_size, self.num_kv_heads, self.head_dim
+            )
         return (self.num_layers, num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
 
     @property
