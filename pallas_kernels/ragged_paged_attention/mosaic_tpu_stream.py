@@ -84,23 +84,24 @@ class KVStream:
 
     def clean_tail(self, slot: jax.Array, valid: jax.Array) -> None:
         """Zeroes the rows of a block from `valid` on: they may hold NaN, and a probability of 0 would not hide it."""
-        packing = 4 // self.kv_buf.dtype.itemsize
-        words = self.kv_buf if self.kv_buf.dtype == jnp.int32 else self.kv_buf.bitcast(jnp.int32)
-        tile_tokens = SUBLANES * packing
+        dtype, lanes = self.kv_buf.dtype, self.kv_buf.shape[-1]
+        packing = 4 // dtype.itemsize
+        tile = SUBLANES * packing
         bits = 32 // packing
 
-        def clean(tile: jax.Array, _: None) -> None:
-            at = (slot, pl.ds(pl.multiple_of(tile * SUBLANES, SUBLANES), SUBLANES))
-            row = lax.broadcasted_iota(jnp.int32, (SUBLANES, words.shape[-1]), 0)
-            first = tile * tile_tokens + row * packing
+        def clean(index: jax.Array, _: None) -> None:
+            at = (slot, pl.ds(pl.multiple_of(index * tile, tile), tile))
+            row = lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 0)
+            first = index * tile + row * packing
             keep = jnp.zeros_like(row)
             for i in range(packing):
                 field = ((1 << bits) - 1) << (i * bits)
                 signed = field - (1 << 32) if field >= 1 << 31 else field
                 keep = keep | jnp.where(first + i < valid, jnp.int32(signed), jnp.int32(0))
-            words[at] = words[at] & keep
+            words = pltpu.bitcast(self.kv_buf[at], jnp.int32)
+            self.kv_buf[at] = pltpu.bitcast(words & keep, dtype)
 
-        lax.fori_loop(valid // tile_tokens, self.plan.block_tokens // tile_tokens, clean, None)
+        lax.fori_loop(valid // tile, self.plan.block_tokens // tile, clean, None)
 
     def _fetch_next(self) -> None:
         """Starts the copies of the block at the fetch cursor, if any is left, and moves the cursor on."""
