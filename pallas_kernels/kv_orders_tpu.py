@@ -9,16 +9,18 @@ A page is one matrix [page, K * 2 * D]: a row is a token, and along the row lie,
 - Heads are contiguous, so that tensor parallelism shards the last axis.
 
 Scales of a quantized pool that has one per token and head lie with tokens along the lanes, as they are applied to rows of
-scores: a page holds the rows k_0, v_0, k_1, v_1, ... of `page` scales each, stored as rows of at least 128 lanes.
+scores: a page holds the rows k_0, v_0, k_1, v_1, ... of `page` scales each. In an FP8 pool, every 128 tokens of a row lie with
+the even ones first and then the odd ones: the order in which the kernels widen FP8.
 
 Pure functions on arrays; the XLA reference reads and writes the same pool with them.
 """
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 LANES = 128
 
@@ -29,18 +31,21 @@ def pages_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: i
 
 
 def token_scales_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, ...]:
-    """Shape of the float32 scales per token and head; axis 2 is the one that tensor parallelism shards.
-
-    [L, P, 2 * K, page] where page is a multiple of 128; else the same numbers as rows of 128 lanes.
-    """
-    if page_size % LANES == 0:
-        return (num_layers, num_pages, 2 * num_kv_heads, page_size)
-    if LANES % page_size or (2 * num_kv_heads * page_size) % LANES:
+    """Shape of the float32 scales per token and head: [L, P, 2 * K, page]; axis 2 is the one that is sharded."""
+    if page_size % LANES:
         raise ValueError(
-            f"scales per token and head need a page size that divides 128 or is a multiple of it, and whole rows of 128 "
-            f"lanes: 2 * {num_kv_heads} KV heads * page size {page_size} does not give them; use a larger page"
+            f"scales per token and head need a page size that is a multiple of {LANES}, not {page_size}: "
+            "use larger pages, or scales per layer and head"
         )
-    return (num_layers, num_pages, 2 * num_kv_heads * page_size // LANES, LANES)
+    return (num_layers, num_pages, 2 * num_kv_heads, page_size)
+
+
+def scale_lane(offsets: Int[Array, " N"], dtype: Any) -> Int[Array, " N"]:
+    """Where in a row of a page's scales the token at `offsets` of the page lies."""
+    if not jnp.dtype(dtype).name.startswith("float8"):
+        return offsets
+    within = offsets % LANES
+    return offsets - within + (within % 2) * (LANES // 2) + within // 2
 
 
 def join(keys: Float[Array, "... K D"], values: Float[Array, "... K D"]) -> Float[Array, "... K*2*D"]:
@@ -58,36 +63,35 @@ def split(
 
 
 def split_token_scales(
-    scales: Float[Array, "... rows lanes"], num_kv_heads: int, page_size: int
+    scales: Float[Array, "... rows page"], num_kv_heads: int, dtype: Any
 ) -> tuple[Float[Array, "... page K"], Float[Array, "... page K"]]:
     """Scales of keys and of values of whole pages."""
-    heads = scales.reshape(*scales.shape[:-2], num_kv_heads, 2, page_size)
+    in_order = scales[..., scale_lane(jnp.arange(scales.shape[-1]), dtype)]
+    heads = in_order.reshape(*scales.shape[:-2], num_kv_heads, 2, scales.shape[-1])
     return jnp.moveaxis(heads[..., 0, :], -1, -2), jnp.moveaxis(heads[..., 1, :], -1, -2)
 
 
 def write_rows(
     pages: Float[Array, "L P page lanes"],
-    layer: jax.Array,
+    layer: Int[Array, ""],
     keys: Float[Array, "T K D"],
     values: Float[Array, "T K D"],
-    page_ids: jax.Array,
-    offsets: jax.Array,
+    page_ids: Int[Array, " T"],
+    offsets: Int[Array, " T"],
 ) -> Float[Array, "L P page lanes"]:
     """The pool with the new tokens at (page_ids[t], offsets[t]); in place when the pool is donated."""
     return pages.at[layer, page_ids, offsets].set(join(keys, values).astype(pages.dtype))
 
 
 def write_token_scales(
-    scales: Float[Array, "L P rows lanes"],
-    layer: jax.Array,
+    scales: Float[Array, "L P rows page"],
+    layer: Int[Array, ""],
     key_scales: Float[Array, "T K"],
     value_scales: Float[Array, "T K"],
-    page_ids: jax.Array,
-    offsets: jax.Array,
-    page_size: int,
-) -> Float[Array, "L P rows lanes"]:
-    """The scales with those of the new tokens at (page_ids[t], offsets[t])."""
+    page_ids: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    dtype: Any,
+) -> Float[Array, "L P rows page"]:
+    """The scales with those of the new tokens at (page_ids[t], offsets[t]); `dtype` is that of the pool."""
     new = jnp.stack([key_scales, value_scales], axis=-1).reshape(key_scales.shape[0], -1)
-    flat = jnp.arange(new.shape[1]) * page_size + offsets[:, None]
-    lanes = scales.shape[-1]
-    return scales.at[layer, page_ids[:, None], flat // lanes, flat % lanes].set(new)
+    return scales.at[layer, page_ids, :, scale_lane(offsets, dtype)].set(new)

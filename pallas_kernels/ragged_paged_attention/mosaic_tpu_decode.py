@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, dot, numbers_of
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, across, dot, numbers_of
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import expand_token_scales, scale_rows
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import TokenScales, scratch_shapes
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
 
 KERNEL_NAME = "ragged_paged_attention_decode"
@@ -73,7 +73,7 @@ def decode(
         pltpu.VMEM((groups, rows, lanes), jnp.float32),
         pltpu.SemaphoreType.DMA((plan.slots,)),
         pltpu.SMEM((CURSOR_SIZE,), jnp.int32),
-        *([] if token_scales is None else scale_rows(plan)),
+        *([] if token_scales is None else scratch_shapes(plan, numbers)),
     ]
     call = pl.pallas_call(
         kernel,
@@ -122,6 +122,7 @@ def _kernel(
     scales_hbm, rest = (rest[0], rest[1:]) if has_token_scales else (None, rest)
     out_ref, kv_buf, top_ref, total_ref, acc_ref, sems, cursor, *scale_bufs = rest
     scale_buf = scale_bufs[0] if has_token_scales else None
+    scales = TokenScales(plan, scale_buf, scale_bufs[1] if len(scale_bufs) > 1 else None) if has_token_scales else None
     stream = KVStream(
         plan, pages_per_seq, layer, num_items, seq_of, first_page, end_page, page_table, pages, scales_hbm,
         kv_buf, scale_buf, sems, cursor,
@@ -135,13 +136,15 @@ def _kernel(
 
     def fold_block(slot: Any, valid: Any, window_start: Any, masked: bool) -> None:
         """Folds one block into the running softmax. Tokens [window_start, valid) of it are seen (all, unless masked)."""
+        if scales is not None:
+            scales.order(slot)
         scores = []
         for g in range(plan.groups):
             keys = numbers.widen(_lanes_of(kv_buf, slot, plan, g, values=False))
             dots = dot(q_ref[0, g].astype(jnp.float32), keys, 1, numbers.precision)
-            dots = dots * constants[KEY_FACTOR, g][:, :1]
-            if scale_buf is not None:
-                dots = dots * expand_token_scales(scale_buf, scale_bufs[1:], slot, plan, numbers, g, values=False)
+            dots = dots * across(constants[KEY_FACTOR, g], block_tokens)
+            if scales is not None:
+                dots = dots * scales.rows(slot, g, values=False)
             if soft_cap is not None:
                 dots = jnp.tanh(dots) * soft_cap
             scores.append(dots)
@@ -153,19 +156,19 @@ def _kernel(
             score = scores[g] if seen is None else jnp.where(seen, scores[g], MASKED)
             top = top_ref[g]
             new_top = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-            weights = jnp.exp2(score - (new_top[:, :1] - float(numbers.gain)))
+            weights = jnp.exp2(score - across(new_top - float(numbers.gain), block_tokens))
             if seen is not None:
                 weights = jnp.where(seen, weights, 0.0)
             shrink = jnp.exp2(top - new_top)
             chunks = [weights[:, i : i + LANES] for i in range(0, block_tokens, LANES)]
             top_ref[g] = new_top
             total_ref[g] = total_ref[g] * shrink + functools.reduce(jnp.add, chunks)
-            if scale_buf is not None:
-                weights *= expand_token_scales(scale_buf, scale_bufs[1:], slot, plan, numbers, g, values=True)
+            if scales is not None:
+                weights *= scales.rows(slot, g, values=True)
                 if seen is not None:
                     weights = jnp.where(seen, weights, 0.0)
             values = numbers.widen(_lanes_of(kv_buf, slot, plan, g, values=True))
-            acc_ref[g] = acc_ref[g] * shrink[:, :1] + dot(weights, values, 0, numbers.precision)
+            acc_ref[g] = acc_ref[g] * across(shrink, plan.group_lanes) + dot(weights, values, 0, numbers.precision)
 
     @pl.when(item < num_items[0])
     def _() -> None:
@@ -201,7 +204,7 @@ def _kernel(
             for j in range(1, plan.heads_per_group):
                 lanes = slice(j * plan.head_lanes, (j + 1) * plan.head_lanes)
                 out = jnp.where(head_of_row == j, acc_ref[g, :, lanes], out)
-            factor = constants[VALUE_FACTOR, g][:, :1]
+            factor = across(constants[VALUE_FACTOR, g], plan.head_lanes)
             out_ref[0, g] = (out * factor / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
 
 

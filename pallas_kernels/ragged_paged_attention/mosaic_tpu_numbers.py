@@ -78,3 +78,9 @@ def dot(a: jax.Array, b: jax.Array, contract_b: int, precision: lax.Precision) -
     """a [rows, c] times b, contracted over b's axis `contract_b`; operands may differ in dtype, the result is float32."""
     dims = (((1,), (contract_b,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def across(x: jax.Array, width: int) -> jax.Array:
+    """x [rows, 128], the same number in all lanes, as [rows, width]: registers are reused, no lane moves."""
+    lanes = x.shape[1]
+    return x if width == lanes else jnp.concatenate([x] * (width // lanes), axis=1)

@@ -112,7 +112,7 @@ def make_plan(
         # 2 MiB in flight hide the latency of a copy; more than 1024 tokens gain nothing (benchmarks in tuning/README.md).
         budget = min(2 * 2**20, chip.vmem_bytes // 16)
         block_tokens = min(max(budget // bytes_per_token, 128), 1024)
-    granule = max(layout.page_size, LANES)
+    granule = max(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
     block_tokens = max(block_tokens // granule, 1) * granule
     longest = -(-pages_per_seq * layout.page_size // granule) * granule
     block_tokens = min(block_tokens, longest)

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, dot
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, across, dot
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import scale_rows, token_scale_row
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import TokenScales, scratch_shapes
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
 
 KERNEL_NAME = "ragged_paged_attention_prefill"
@@ -147,7 +147,7 @@ def _call(
                 pltpu.SemaphoreType.DMA((plan.slots,)),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SMEM((CURSOR_SIZE,), jnp.int32),
-                *([] if token_scales is None else scale_rows(plan)),
+                *([] if token_scales is None else scratch_shapes(plan, numbers)),
             ],
         ),
         compiler_params=pltpu.CompilerParams(
@@ -184,6 +184,7 @@ def _kernel(
     scales_hbm, rest = (rest[0], rest[1:]) if has_token_scales else (None, rest)
     out_hbm, kv_buf, q_buf, top_ref, total_ref, acc_ref, sems, q_sem, cursor, *scale_bufs = rest
     scale_buf = scale_bufs[0] if has_token_scales else None
+    scales = TokenScales(plan, scale_buf, scale_bufs[1] if len(scale_bufs) > 1 else None) if has_token_scales else None
     stream = KVStream(
         plan, pages_per_seq, layer, num_items, seq_of, first_page, end_page, page_table, pages, scales_hbm,
         kv_buf, scale_buf, sems, cursor,
@@ -198,12 +199,15 @@ def _kernel(
     def fold_block(slot: Any, start: Any, masked: bool) -> None:
         """Folds one block, whose first token is at position `start`, into the running softmax of all heads."""
 
+        if scales is not None:
+            scales.order(slot)
+
         def fold_head(head: Any, _: None) -> None:
             keys = numbers.widen(_operand(kv_buf, slot, plan, head, values=False))
             queries = q_buf[head].reshape(rows, plan.head_lanes)
-            score = dot(queries, keys, 1, numbers.precision) * constants[KEY_FACTOR, head][:, :1]
-            if scale_buf is not None:
-                score = score * token_scale_row(scale_buf, slot, plan, numbers, head, values=False)
+            score = dot(queries, keys, 1, numbers.precision) * across(constants[KEY_FACTOR, head], block_tokens)
+            if scales is not None:
+                score = score * scales.row(slot, head, values=False)
             if soft_cap is not None:
                 score = jnp.tanh(score) * soft_cap
             seen = None
@@ -217,19 +221,19 @@ def _kernel(
                 score = jnp.where(seen, score, MASKED)
             top = top_ref[head]
             new_top = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-            weights = jnp.exp2(score - (new_top[:, :1] - float(numbers.gain)))
+            weights = jnp.exp2(score - across(new_top - float(numbers.gain), block_tokens))
             if seen is not None:
                 weights = jnp.where(seen, weights, 0.0)
             shrink = jnp.exp2(top - new_top)
             chunks = [weights[:, i : i + LANES] for i in range(0, block_tokens, LANES)]
             top_ref[head] = new_top
             total_ref[head] = total_ref[head] * shrink + functools.reduce(jnp.add, chunks)
-            if scale_buf is not None:
-                weights = weights * token_scale_row(scale_buf, slot, plan, numbers, head, values=True)
+            if scales is not None:
+                weights = weights * scales.row(slot, head, values=True)
                 if seen is not None:
                     weights = jnp.where(seen, weights, 0.0)
             values = numbers.widen(_operand(kv_buf, slot, plan, head, values=True))
-            acc_ref[head] = acc_ref[head] * shrink[:, :1] + dot(weights, values, 0, numbers.precision)
+            acc_ref[head] = acc_ref[head] * across(shrink, plan.head_lanes) + dot(weights, values, 0, numbers.precision)
 
         lax.fori_loop(0, K, fold_head, None)
 
@@ -268,7 +272,7 @@ def _kernel(
 
         def finish(head: Any, _: None) -> None:
             total = jnp.sum(total_ref[head], axis=1, keepdims=True) * 2.0**-numbers.gain
-            factor = constants[VALUE_FACTOR, head][:, :1]
+            factor = across(constants[VALUE_FACTOR, head], plan.head_lanes)
             result = acc_ref[head] * factor / jnp.where(total == 0.0, 1.0, total)
             q_buf[head] = result.astype(q_buf.dtype).reshape(q_buf.shape[1:])
 

@@ -1,47 +1,67 @@
 """Scales per token and head inside the TPU kernels: rows of the pool become factors of score matrices.
 
-In the pool, a page holds the rows k_0, v_0, k_1, v_1, ... (one scale per token along the lanes). A page of at least 128
-tokens is copied so that row `2 h` of the buffer holds the key scales of head `h` for all tokens of the block.
+In the pool, a page holds the rows k_0, v_0, k_1, v_1, ... with one scale per token along the lanes, so that the buffer's row
+`2 h` holds the key scales of head `h` for the whole block. For FP8, whose tokens are widened even ones first, the rows lie
+[64 even | 64 odd] per 128 tokens, and are brought to [all even | all odd] of the block by rotations of half a register.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import Numbers
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import Plan
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
 
 
-def scale_rows(plan: Plan) -> list[Any]:
-    """Scratch that the scales of the blocks in flight need."""
-    return [pltpu.VMEM((plan.slots, 2 * plan.num_kv_heads, plan.block_tokens), jnp.float32)]
+def scratch_shapes(plan: Plan, numbers: Numbers) -> list[Any]:
+    """Scratch that the scales of the blocks in flight need: their buffer and, for FP8, one block in column order."""
+    rows = 2 * plan.num_kv_heads
+    shapes = [pltpu.VMEM((plan.slots, rows, plan.block_tokens), jnp.float32)]
+    if numbers.permuted:
+        shapes.append(pltpu.VMEM((rows, plan.block_tokens), jnp.float32))
+    return shapes
 
 
-def expand_token_scales(
-    scale_buf: Any, scratch: Any, slot: Any, plan: Plan, numbers: Numbers, group: int, *, values: bool
-) -> jax.Array:
-    """Scales [rows, block] of a group: row r is that of its head, repeated for the head's queries."""
-    del scratch, numbers
-    first = group * plan.heads_per_group
-    picks = [2 * head + int(values) for head in range(first, first + plan.heads_per_group)]
-    repeated = [
-        jnp.broadcast_to(scale_buf[slot, row : row + 1, :], (plan.queries_per_kv, plan.block_tokens)) for row in picks
-    ]
-    missing = plan.rows - plan.heads_per_group * plan.queries_per_kv
-    if missing:
-        repeated.append(jnp.ones((missing, plan.block_tokens), jnp.float32))
-    return jnp.concatenate(repeated, axis=0) if len(repeated) > 1 else repeated[0]
+@dataclasses.dataclass(frozen=True)
+class TokenScales:
+    """buffer: VMEM [slots, 2 K, block]. ordered: VMEM [2 K, block] of the block in use, FP8 only."""
 
+    plan: Plan
+    buffer: Any
+    ordered: Any | None
 
-def token_scale_row(
-    scale_buf: Any, slot: Any, plan: Plan, numbers: Numbers, head: Any, *, values: bool
-) -> jax.Array:
-    """Scales [1, block] of one head."""
-    del plan, numbers
-    row: jax.Array = scale_buf[slot, pl.ds(2 * head + int(values), 1), :]
-    return row
+    def order(self, slot: jax.Array) -> None:
+        """Brings the scales of a block to the order of the columns of its scores: call before `rows` and `row`."""
+        if self.ordered is None:
+            return
+        half = self.plan.block_tokens // 2
+        left = lax.broadcasted_iota(jnp.int32, (2 * self.plan.num_kv_heads, LANES), 1) < LANES // 2
+        for at in range(0, half, LANES):
+            first = self.buffer[slot, :, 2 * at : 2 * at + LANES]
+            second = self.buffer[slot, :, 2 * at + LANES : 2 * at + 2 * LANES]
+            self.ordered[:, at : at + LANES] = jnp.where(left, first, pltpu.roll(second, LANES // 2, 1))
+            self.ordered[:, half + at : half + at + LANES] = jnp.where(left, pltpu.roll(first, LANES // 2, 1), second)
+
+    def row(self, slot: jax.Array, head: Any, *, values: bool) -> jax.Array:
+        """Scales [1, block] of the keys or the values of one head."""
+        at = pl.ds(2 * head + int(values), 1)
+        found: jax.Array = self.buffer[slot, at, :] if self.ordered is None else self.ordered[at, :]
+        return found
+
+    def rows(self, slot: jax.Array, group: int, *, values: bool) -> jax.Array:
+        """Scales [rows, block] of a group of heads: each head's, once for every query row of it."""
+        plan = self.plan
+        first = group * plan.heads_per_group
+        shape = (plan.rows, plan.block_tokens)
+        head_of_row = lax.broadcasted_iota(jnp.int32, shape, 0) // plan.queries_per_kv
+        result = jnp.broadcast_to(self.row(slot, first, values=values), shape)
+        for j in range(1, plan.heads_per_group):
+            result = jnp.where(head_of_row == j, self.row(slot, first + j, values=values), result)
+        return result

@@ -120,8 +120,10 @@ def make_batch(
             expected[cu[s] + i] = np.einsum("kgt,tkd->kgd", weights / total, real[lo : at + 1, :, 1]).reshape(H, D)
     pages = pages.reshape(layers, P, page, K * 2 * D)
     if scales == "token":
-        lanes = page if page % 128 == 0 else 128
-        scale_values = scale_values.reshape(layers, P, -1, lanes)
+        scale_values = scale_values.reshape(layers, P, 2 * K, page)
+        if kind.name in NAN_BYTE:  # even tokens of each 128, then odd ones
+            groups = scale_values.reshape(layers, P, 2 * K, page // 128, 64, 2)
+            scale_values = np.moveaxis(groups, -1, -2).reshape(layers, P, 2 * K, page)
     kv_lens = np.array([kv for _, kv in lengths] + [0] * empty_rows, np.int32)
     options = {
         "scale": scale,
