@@ -10,7 +10,6 @@ Scales: `kv.scales` is None, or [L, 2, K] (one per layer and head, keys then val
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -20,18 +19,17 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention import mosaic_tpu_decode as decode_kernel
 from pallas_kernels.ragged_paged_attention import mosaic_tpu_prefill as prefill_kernel
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import LOG2E, MASKED, Numbers, numbers_of
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import (
+    LOG2E,
+    MASKED,
+    HeadConstants,
+    Numbers,
+    numbers_of,
+)
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan, make_plan
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _HeadConstants:
-    """Per KV head and query of its group, [K, G] float32: what turns raw products into the softmax of the contract."""
-
-    key_factor: Array
-    value_factor: Array
-    start_top: Array
-    start_total: Array
+MAX_TABLE_ENTRIES = 196_608
+"""768 KiB of a core's 1 MiB of scalar memory."""
 
 
 def attend(
@@ -60,6 +58,11 @@ def attend(
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     has_token_scales = kv.scales is not None and kv.scales.ndim == 4
     constants = _head_constants(kv, layer, numbers, plan, scale, logit_soft_cap, sinks)
+    if S * W > MAX_TABLE_ENTRIES:
+        raise ValueError(
+            f"attention backend 'mosaic_tpu' keeps the page table in scalar memory: {S} sequences x {W} pages exceed its "
+            f"{MAX_TABLE_ENTRIES} entries; use larger pages, fewer sequences or a shorter max_model_len"
+        )
     q_lens = jnp.where(jnp.arange(S) < num_seqs, jnp.diff(cu_q_lens), 0)
     shared = (kv_lens, page_table.reshape(-1), layer, kv.pages, kv.scales if has_token_scales else None)
     soft_cap = None if logit_soft_cap is None else logit_soft_cap * LOG2E
@@ -80,8 +83,7 @@ def attend(
     if T == 1:
         return out
     return prefill_kernel.prefill(
-        out, q, constants.key_factor, constants.value_factor, constants.start_top, constants.start_total,
-        cu_q_lens, q_lens, *shared, numbers=numbers, **options,
+        out, q, constants, cu_q_lens, q_lens, *shared, numbers=numbers, **options,
     )  # fmt: skip
 
 
@@ -100,30 +102,33 @@ def _head_constants(
     scale: float,
     soft_cap: float | None,
     sinks: Float[Array, " H"] | None,
-) -> _HeadConstants:
+) -> HeadConstants:
     shape = (plan.num_kv_heads, plan.queries_per_kv)
-    key_scale = value_scale = jnp.ones((plan.num_kv_heads, 1), jnp.float32)
+    key_scale = value_scale = jnp.ones(plan.num_kv_heads, jnp.float32)
     if kv.scales is not None and kv.scales.ndim == 3:
         static = kv.scales[layer[0]].astype(jnp.float32)
-        key_scale, value_scale = static[0, :, None], static[1, :, None]
+        key_scale, value_scale = static[0], static[1]
     unit = LOG2E if soft_cap is None else 1.0 / soft_cap
     if sinks is None:
         top, total = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:
         top = sinks.astype(jnp.float32).reshape(shape) * LOG2E
         total = jnp.full(shape, 2.0**numbers.gain, jnp.float32)
-    return _HeadConstants(
-        key_factor=jnp.broadcast_to(key_scale * (scale * numbers.restore * unit), shape),
-        value_factor=jnp.broadcast_to(value_scale * numbers.restore, shape),
+    return HeadConstants(
+        key_factor=key_scale * (scale * numbers.restore * unit),
+        value_factor=value_scale * numbers.restore,
         start_top=top,
         start_total=total,
     )
 
 
-def _decode_constants(constants: _HeadConstants, plan: Plan) -> Float[Array, "four groups rows lanes"]:
+def _decode_constants(constants: HeadConstants, plan: Plan) -> Float[Array, "four groups rows lanes"]:
     """The constants as rows of the decode kernel. A start total sits in lane 0, as totals stay spread over lanes."""
-    fields = (constants.key_factor, constants.value_factor, constants.start_top, constants.start_total)
-    stacked = jnp.stack([field.reshape(plan.groups, -1) for field in fields])
+    factors = [field[:, None] for field in (constants.key_factor, constants.value_factor)]
+    fields = [*factors, constants.start_top, constants.start_total]
+    shape = (plan.groups, plan.heads_per_group, plan.queries_per_kv)
+    stacked = jnp.stack([jnp.broadcast_to(field.reshape(*shape[:2], -1), shape) for field in fields])
+    stacked = stacked.reshape(4, plan.groups, -1)
     stacked = jnp.pad(stacked, ((0, 0), (0, 0), (0, plan.rows - stacked.shape[2])))
     lanes = jnp.broadcast_to(stacked[..., None], (*stacked.shape, LANES))
     first_lane = jnp.arange(LANES) == 0

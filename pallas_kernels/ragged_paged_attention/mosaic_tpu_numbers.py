@@ -68,6 +68,20 @@ class Numbers:
         return jnp.where(is_odd, 2 * (column - half) + 1, 2 * column)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeadConstants:
+    """float32 constants per head that turn raw products into the softmax of the contract, in units of log2.
+
+    key_factor, value_factor: [K]. start_top, start_total: [K, G], the running maximum and sum before the first key: those of
+    a sink, or of nothing.
+    """
+
+    key_factor: jax.Array
+    value_factor: jax.Array
+    start_top: jax.Array
+    start_total: jax.Array
+
+
 def numbers_of(dtype: Any) -> Numbers:
     name = jnp.dtype(dtype).name
     bias = {"float8_e4m3fn": 120, "float8_e5m2": 112}.get(name, 0)

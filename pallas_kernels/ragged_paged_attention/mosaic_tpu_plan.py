@@ -116,18 +116,19 @@ def make_plan(
     block_tokens = max(block_tokens // granule, 1) * granule
     longest = -(-pages_per_seq * layout.page_size // granule) * granule
     block_tokens = min(block_tokens, longest)
+    head_lanes = max(layout.head_dim, LANES)
     if query_tile is None:
         query_tile = 16
-        while query_tile * 2 * queries_per_kv <= 512 and query_tile < min(num_tokens, 128):
+        state_bytes = 4 * (2 * LANES + head_lanes) * num_heads  # of one query: maximum, sum and output of every head
+        most = min(512 // queries_per_kv, num_tokens, 128, chip.vmem_bytes // 4 // state_bytes)
+        while query_tile * 2 <= most:
             query_tile *= 2
     return Plan(
         num_kv_heads=layout.num_kv_heads,
         queries_per_kv=queries_per_kv,
         head_dim=layout.head_dim,
         page_size=layout.page_size,
-        heads_per_group=_heads_per_group(
-            layout.num_kv_heads, queries_per_kv, max(layout.head_dim, LANES), chip.matrix_side
-        ),
+        heads_per_group=_heads_per_group(layout.num_kv_heads, queries_per_kv, head_lanes, chip.matrix_side),
         block_pages=block_tokens // layout.page_size,
         query_tile=query_tile,
         slots=slots,

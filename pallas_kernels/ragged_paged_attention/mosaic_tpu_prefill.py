@@ -19,23 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, across, dot
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, HeadConstants, Numbers, across, dot
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import TokenScales, scratch_shapes
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
 
 KERNEL_NAME = "ragged_paged_attention_prefill"
 ALIGNMENT = 16
-KEY_FACTOR, VALUE_FACTOR, START_TOP, START_TOTAL = range(4)
 
 
 def prefill(
     out: Float[Array, "T H D"],
     q: Float[Array, "T H D"],
-    key_factor: Float[Array, "K G"],
-    value_factor: Float[Array, "K G"],
-    start_top: Float[Array, "K G"],
-    start_total: Float[Array, "K G"],
+    constants: HeadConstants,
     cu_q_lens: Int[Array, " S+1"],
     q_lens: Int[Array, " S"],
     kv_lens: Int[Array, " S"],
@@ -81,12 +77,11 @@ def prefill(
         queries = (q * jnp.asarray(2.0**numbers.gain, q.dtype)).reshape(T, K, G, D)
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, plan.head_lanes - D)))
         q_rows = jnp.zeros((aligned_rows, K, G, plan.head_lanes), q.dtype).at[row_of_token].set(queries, mode="drop")
-        constants = jnp.stack([key_factor, value_factor, start_top, start_total])
-        constants = jnp.broadcast_to(constants[..., None, None], (4, K, G, tile, LANES))
+        factors = jnp.stack([constants.key_factor, constants.value_factor]).reshape(-1)
+        starts = jnp.stack([constants.start_top, constants.start_total])
+        starts = jnp.broadcast_to(starts[..., None, None], (2, K, G, 1, LANES)).at[1].multiply(jnp.arange(LANES) == 0)
         result = _call(
-            q_rows.transpose(1, 2, 0, 3),
-            constants.reshape(4, K, G * tile, LANES).at[START_TOTAL].multiply(jnp.arange(LANES) == 0),
-            items, num_items, kv_lens, page_table, layer, pages, token_scales,
+            q_rows.transpose(1, 2, 0, 3), starts, factors, items, num_items, kv_lens, page_table, layer, pages, token_scales,
             plan=plan, numbers=numbers, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
         )  # fmt: skip
         result = result[..., plan.value_lane :].transpose(2, 0, 1, 3).reshape(aligned_rows, H, D)
@@ -97,7 +92,8 @@ def prefill(
 
 def _call(
     q: Float[Array, "K G R lanes"],
-    constants: Float[Array, "four K GQ lanes"],
+    starts: Float[Array, "two K G one lanes"],
+    factors: Float[Array, " two*K"],
     items: tuple[Int[Array, " N"], ...],
     num_items: Int[Array, " one"],
     kv_lens: Int[Array, " S"],
@@ -129,10 +125,10 @@ def _call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=9,
+            num_scalar_prefetch=10,
             grid=(items[0].shape[0],),
             in_specs=[
-                pl.BlockSpec(constants.shape, lambda *_: (0, 0, 0, 0)),
+                pl.BlockSpec(starts.shape, lambda *_: (0, 0, 0, 0, 0)),
                 in_hbm,
                 in_hbm,
                 *[in_hbm for _ in scale_inputs],
@@ -156,7 +152,7 @@ def _call(
         interpret=interpret,
         name=KERNEL_NAME,
     )
-    result: Array = call(*items, num_items, kv_lens, page_table, layer, constants, q, pages, *scale_inputs)
+    result: Array = call(*items, num_items, kv_lens, page_table, layer, factors, starts, q, pages, *scale_inputs)
     return result
 
 
@@ -170,7 +166,8 @@ def _kernel(
     kv_lens: Any,
     page_table: Any,
     layer: Any,
-    constants: Any,
+    factors: Any,
+    starts: Any,
     q_hbm: Any,
     pages: Any,
     *rest: Any,
@@ -205,7 +202,7 @@ def _kernel(
         def fold_head(head: Any, _: None) -> None:
             keys = numbers.widen(_operand(kv_buf, slot, plan, head, values=False))
             queries = q_buf[head].reshape(rows, plan.head_lanes)
-            score = dot(queries, keys, 1, numbers.precision) * across(constants[KEY_FACTOR, head], block_tokens)
+            score = dot(queries, keys, 1, numbers.precision) * factors[head]
             if scales is not None:
                 score = score * scales.row(slot, head, values=False)
             if soft_cap is not None:
@@ -245,9 +242,14 @@ def _kernel(
         q_rows = pl.ds(pl.multiple_of(row_of[item], ALIGNMENT), plan.query_tile)
         fetch_q = pltpu.make_async_copy(q_hbm.at[:, :, q_rows], q_buf, q_sem)
         fetch_q.start()
-        top_ref[...] = constants[START_TOP]
-        total_ref[...] = constants[START_TOTAL]
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+        def begin_head(head: Any, _: None) -> None:
+            shape = (plan.queries_per_kv, plan.query_tile, LANES)
+            top_ref[head] = jnp.broadcast_to(starts[0, head], shape).reshape(rows, LANES)
+            total_ref[head] = jnp.broadcast_to(starts[1, head], shape).reshape(rows, LANES)
+            acc_ref[head] = jnp.zeros((rows, plan.head_lanes), jnp.float32)
+
+        lax.fori_loop(0, K, begin_head, None)
         fetch_q.wait()
 
         def visit(step: Any, _: None) -> None:
@@ -272,8 +274,7 @@ def _kernel(
 
         def finish(head: Any, _: None) -> None:
             total = jnp.sum(total_ref[head], axis=1, keepdims=True) * 2.0**-numbers.gain
-            factor = across(constants[VALUE_FACTOR, head], plan.head_lanes)
-            result = acc_ref[head] * factor / jnp.where(total == 0.0, 1.0, total)
+            result = acc_ref[head] * factors[K + head] / jnp.where(total == 0.0, 1.0, total)
             q_buf[head] = result.astype(q_buf.dtype).reshape(q_buf.shape[1:])
 
         lax.fori_loop(0, K, finish, None)
