@@ -29,7 +29,8 @@ class Operation:
     @property
     def dma_bytes_to_vmem(self) -> int:
         """Bytes that this operation copies from HBM to VMEM (0 for anything else)."""
-        if not self.name.startswith("dma.hbm_to_vmem"):
+        general = self.name == "dma.general" and "hbm-to-vmem" in self.text
+        if not general and not self.name.startswith("dma.hbm_to_vmem"):
             return 0
         size = re.search(r"size_in_granules=\*/(%?\w+)", self.text)
         if size is None or not size.group(1).isdigit():
@@ -121,7 +122,9 @@ def parse_schedule(path: Path) -> Schedule:
         else:
             regions.append(Span(address + _DELAY_SLOTS + 1, target_address))
     loop_spans = sorted((Span(start, stop) for start, stop in loops.items()), key=lambda span: (span.start, -span.stop))
-    return Schedule(tuple(bundles), tuple(loop_spans), tuple(region for region in regions if region.stop > region.start))
+    return Schedule(
+        tuple(bundles), tuple(loop_spans), tuple(region for region in regions if region.stop > region.start)
+    )
 
 
 def find_schedule(dump: Path, kernel: str) -> Path:

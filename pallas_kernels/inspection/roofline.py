@@ -1,8 +1,8 @@
 """The static roofline of a streaming kernel: cycles of its steady block loop against the cycles its copies need.
 
-The steady path is what runs when every block is full and unmasked: of the loop that holds the block's copies, the bundles
-outside of ragged edges. A conditional region is a ragged edge if it holds a loop of its own (page-by-page copies, clearing
-of a tail) or if it is the slower of two versions of the block's matmuls.
+The steady path is what runs when every block is full and unmasked. Left out are the ragged edges of the loop: the innermost
+conditional region around a nested loop (copies page by page, clearing of a tail), and of several regions that hold matmuls (the
+block's fold with and without masks) all but the shortest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pallas_kernels.inspection.scoreboard import CoreTiming, cycles
 
 @dataclasses.dataclass(frozen=True)
 class ChipRates:
-    """Bytes per core cycle from HBM; clocks are inferred from the published peak FLOP/s."""
+    """Rates of one chip with one core; clocks are inferred from the published peak FLOP/s."""
 
     hbm_bytes_per_second: float
     clock_hz: float
@@ -30,7 +30,7 @@ RATES = {"v5e": ChipRates(819e9, 1.5e9), "v6e": ChipRates(1640e9, 1.75e9)}
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Per block of a steady loop, and once per item around it."""
+    """Of one pass of the steady loop (a KV block), and what is spent once per item around it."""
 
     bundles: int
     cycles: int
@@ -46,59 +46,50 @@ def _matmuls(schedule: Schedule, span: Span) -> int:
     return sum(op.name.startswith("vmatmul") for op in schedule.operations(span))
 
 
-def _steady(schedule: Schedule, loop: Span) -> list[Bundle]:
-    """Bundles of one full, unmasked pass of `loop`."""
+def _copied_bytes(bundles: list[Bundle]) -> int:
+    return sum(op.dma_bytes_to_vmem for bundle in bundles for op in bundle.operations)
+
+
+def _edges(schedule: Schedule, loop: Span) -> list[Span]:
     inside = [region for region in schedule.regions if loop.contains(region)]
-    skipped = [region for region in inside if any(region == other or region.contains(other) for other in schedule.loops)]
-    # A region around the whole body is no edge: keep what holds the loop's own steady copies or matmuls.
-    folds = [region for region in inside if _matmuls(schedule, region)]
-    folds = [region for region in folds if not any(region.contains(other) for other in folds)]
+
+    def innermost(holders: list[Span]) -> list[Span]:
+        return [one for one in holders if not any(one.contains(other) for other in holders)]
+
+    edges = []
+    for nested in schedule.loops:
+        if loop.contains(nested):
+            edges += innermost([region for region in inside if region == nested or region.contains(nested)])
+    folds = innermost([region for region in inside if _matmuls(schedule, region)])
     if len(folds) > 1:
-        best = min(folds, key=len)
-        skipped += [region for region in folds if region != best]
-    else:
-        best = None
-    keep = set(range(loop.start, loop.stop))
-    for region in sorted(skipped, key=len):
-        covered = set(range(region.start, region.stop))
-        if best is not None and best.start in covered:
-            continue
-        if any(other in skipped and region.contains(other) for other in skipped if other != region) and _dma_bytes(
-            schedule, covered & keep
-        ):
-            continue
-        keep -= covered
+        steady = min(folds, key=len)
+        edges += [region for region in folds if region != steady]
+    return edges
+
+
+def _without(schedule: Schedule, span: Span, left_out: list[Span]) -> list[Bundle]:
+    keep = set(range(span.start, span.stop))
+    for one in left_out:
+        keep -= set(range(one.start, one.stop))
     return [schedule.bundles[i] for i in sorted(keep)]
 
 
-def _dma_bytes(schedule: Schedule, addresses: set[int]) -> int:
-    return sum(op.dma_bytes_to_vmem for i in addresses for op in schedule.bundles[i].operations)
-
-
 def roofline(schedule: Schedule, timing: CoreTiming) -> Roofline:
-    """Of the innermost loop that holds both matmuls and copies."""
+    """Of the innermost loop that holds both matmuls and copies from HBM."""
     hot = [
         loop
         for loop in schedule.loops
-        if _matmuls(schedule, loop) and _dma_bytes(schedule, set(range(loop.start, loop.stop)))
+        if _matmuls(schedule, loop) and _copied_bytes(list(schedule.bundles[loop.start : loop.stop]))
     ]
     if not hot:
         raise ValueError("no loop of this kernel holds both matmuls and copies from HBM")
     loop = min(hot, key=len)
-    steady = _steady(schedule, loop)
-    outer = [other for other in schedule.loops if other.contains(loop)]
+    steady = _without(schedule, loop, _edges(schedule, loop))
     item_cycles = 0
-    if outer:
-        parent = min(outer, key=len)
-        edges = [r for r in schedule.regions if parent.contains(r) and not r.contains(loop) and not loop.contains(r)]
-        edges = [r for r in edges if any(r.contains(other) for other in schedule.loops)]
-        own = set(range(parent.start, parent.stop)) - set(range(loop.start, loop.stop))
-        for region in edges:
-            own -= set(range(region.start, region.stop))
-        item_cycles = cycles([schedule.bundles[i] for i in sorted(own)], timing)
-    return Roofline(
-        bundles=len(steady),
-        cycles=cycles(steady, timing),
-        dma_bytes=sum(op.dma_bytes_to_vmem for bundle in steady for op in bundle.operations),
-        item_cycles=item_cycles,
-    )
+    around = [other for other in schedule.loops if other.contains(loop)]
+    if around:
+        parent = min(around, key=len)
+        edges = [region for region in schedule.regions if parent.contains(region) and not region.contains(loop)]
+        edges = [region for region in edges if any(region.contains(other) for other in schedule.loops)]
+        item_cycles = cycles(_without(schedule, parent, [loop, *edges]), timing)
+    return Roofline(len(steady), cycles(steady, timing), _copied_bytes(steady), item_cycles)

@@ -33,7 +33,12 @@ TIMINGS = {
         matmul_latency=125, cross_lane_latency=115, results_per_matmul=1, matmul_cycles=8, cross_lane_cycles=8
     ),
     "v6e": CoreTiming(
-        matmul_latency=192, cross_lane_latency=137, results_per_matmul=2, matmul_cycles=4, cross_lane_cycles=4, push_cycles=2
+        matmul_latency=192,
+        cross_lane_latency=137,
+        results_per_matmul=2,
+        matmul_cycles=4,
+        cross_lane_cycles=4,
+        push_cycles=2,
     ),
 }
 
@@ -56,7 +61,7 @@ def cycles(bundles: tuple[Bundle, ...] | list[Bundle], timing: CoreTiming) -> in
         for op in bundle.operations:
             name = op.name
             unit = _unit(name)
-            if name.startswith("vpop.f32.mrf") or name.startswith("vpop.s32.mrf"):
+            if name.startswith(("vpop.f32.mrf", "vpop.s32.mrf")):
                 if results[unit]:
                     start = max(start, results[unit].popleft())
             elif name.startswith("vpop") and op.sources:
@@ -81,7 +86,16 @@ def cycles(bundles: tuple[Bundle, ...] | list[Bundle], timing: CoreTiming) -> in
                 free[unit] = start + busy
                 if op.dest:
                     ready[op.dest] = start + timing.cross_lane_latency
-            elif op.dest and name.split(".")[0] in ("vexp2", "vpow2", "vlog2", "vrcp", "vrsqrt", "vtanh", "vsigmoid", "verf"):
+            elif op.dest and name.split(".")[0] in (
+                "vexp2",
+                "vpow2",
+                "vlog2",
+                "vrcp",
+                "vrsqrt",
+                "vtanh",
+                "vsigmoid",
+                "verf",
+            ):
                 ready[op.dest] = start + timing.transcendental_latency
             elif name.startswith("shalt"):
                 start += timing.bounds_check

@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.packed_rows_tpu import row_bits
+
 KERNEL_NAME = "kv_write"
 TILE = 16
 WINDOW = 2 * TILE
@@ -88,7 +90,7 @@ def _kernel(
     num_groups: Any,
     layer: Any,
     rows: Any,
-    _: Any,
+    _aliased: Any,
     pages: Any,
     window_buf: Any,
     tile_buf: Any,
@@ -124,7 +126,7 @@ def _kernel(
         for copy in reads(i):
             copy.start()
 
-    def step(i: Any, _: None) -> None:
+    def step(i: Any, carry: None) -> None:  # noqa: ARG001
         @pl.when(i + AHEAD < n)
         def _() -> None:
             begin(i + AHEAD)
@@ -138,23 +140,10 @@ def _kernel(
         shift = lax.rem(place - lax.rem(token, TILE) + WINDOW, WINDOW)
         moved = pltpu.roll(window_buf[slot].astype(jnp.float32), shift, 0)[:TILE].astype(dtype)
         new, old = pltpu.bitcast(moved, jnp.int32), pltpu.bitcast(tile_buf[slot], jnp.int32)
-        mask = _row_mask(new.shape, TILE // new.shape[0], place, place + count[i])
+        mask = row_bits(new.shape, TILE // new.shape[0], place, place + count[i])
         tile_buf[slot] = pltpu.bitcast((new & mask) | (old & ~mask), dtype)
         write(i).start()
 
     lax.fori_loop(0, jnp.minimum(n, AHEAD), lambda i, _: begin(i), None)
     lax.fori_loop(0, n, step, None)
     lax.fori_loop(jnp.maximum(n - SLOTS, 0), n, lambda i, _: write(i).wait(), None)
-
-
-def _row_mask(shape: tuple[int, ...], packing: int, first: Any, stop: Any) -> jax.Array:
-    """All ones in the bits of rows [first, stop), for rows packed `packing` to a 32-bit word."""
-    bits = 32 // packing
-    row = lax.broadcasted_iota(jnp.int32, shape, 0) * packing
-    mask = jnp.zeros(shape, jnp.int32)
-    for i in range(packing):
-        field = ((1 << bits) - 1) << (i * bits)
-        signed = field - (1 << 32) if field >= 1 << 31 else field
-        inside = (row + i >= first) & (row + i < stop)
-        mask = mask | jnp.where(inside, jnp.int32(signed), jnp.int32(0))
-    return mask

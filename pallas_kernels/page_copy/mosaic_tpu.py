@@ -24,7 +24,7 @@ def copy_pages(
     """
     layers = pool.shape[0]
 
-    def kernel(sources: Any, targets: Any, count: Any, _: Any, pool: Any, sems: Any) -> None:
+    def kernel(sources: Any, targets: Any, count: Any, _aliased: Any, pool: Any, sems: Any) -> None:
         total = count[0] * layers
 
         def copy(i: Any) -> Any:
@@ -32,7 +32,7 @@ def copy_pages(
             sem = sems.at[lax.rem(i, IN_FLIGHT)]
             return pltpu.make_async_copy(pool.at[layer, sources[pair]], pool.at[layer, targets[pair]], sem)
 
-        def step(i: Any, _: None) -> None:
+        def step(i: Any, carry: None) -> None:  # noqa: ARG001
             @pl.when(i >= IN_FLIGHT)
             def _() -> None:
                 copy(i - IN_FLIGHT).wait()

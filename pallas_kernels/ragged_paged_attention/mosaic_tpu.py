@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -75,9 +74,7 @@ def attend(
     items = (order, _first_page(kv_lens[order] - 1, sliding_window, plan), -(-kv_lens[order] // plan.page_size))
     rows = jnp.where(is_decode[order], cu_q_lens[order], T)
     queries = _block_diagonal(q.at[rows].get(mode="fill", fill_value=0), plan, numbers)
-    decoded = decode_kernel.decode(
-        queries, _decode_constants(constants, plan), items, num_decodes, *shared, **options
-    )
+    decoded = decode_kernel.decode(queries, _decode_constants(constants, plan), items, num_decodes, *shared, **options)
     decoded = decoded[:, :, : plan.heads_per_group * plan.queries_per_kv, plan.value_lane :].reshape(S, *q.shape[1:])
     out = jnp.zeros_like(q).at[rows].set(decoded, mode="drop")
     if T == 1:

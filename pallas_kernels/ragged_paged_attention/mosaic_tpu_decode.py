@@ -178,7 +178,7 @@ def _kernel(
         total_ref[...] = constants[START_TOTAL]
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-        def visit(step: Any, _: None) -> None:
+        def visit(step: Any, carry: None) -> None:  # noqa: ARG001
             page = begin + step * plan.block_pages
             slot = stream.next_block(jnp.minimum(plan.block_pages, end - page))
             start = page * plan.page_size
@@ -212,7 +212,8 @@ def _lanes_of(kv_buf: Any, slot: Any, plan: Plan, group: int, *, values: bool) -
     """Keys or values [block, group lanes] of a group's heads, as stored. For D = 64 both are the shared register."""
     first = group * plan.heads_per_group
     if plan.head_dim < LANES:
-        return kv_buf[slot, :, first * LANES : (first + plan.heads_per_group) * LANES]
+        shared: jax.Array = kv_buf[slot, :, first * LANES : (first + plan.heads_per_group) * LANES]
+        return shared
     D = plan.head_dim
     starts = [2 * head * D + (D if values else 0) for head in range(first, first + plan.heads_per_group)]
     return jnp.concatenate([kv_buf[slot, :, at : at + D] for at in starts], axis=1)

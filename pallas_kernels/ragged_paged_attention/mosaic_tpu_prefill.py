@@ -72,7 +72,11 @@ def prefill(
         aligned_rows = -(-(T + min(S, T // 2) * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT + tile
         token = jnp.arange(T)
         seq_of_token = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), S - 1)
-        mine = several[seq_of_token] & (token >= cu_q_lens[seq_of_token]) & (token < cu_q_lens[seq_of_token] + q_lens[seq_of_token])
+        mine = (
+            several[seq_of_token]
+            & (token >= cu_q_lens[seq_of_token])
+            & (token < cu_q_lens[seq_of_token] + q_lens[seq_of_token])
+        )
         row_of_token = jnp.where(mine, aligned_start[seq_of_token] + token - cu_q_lens[seq_of_token], aligned_rows)
         queries = (q * jnp.asarray(2.0**numbers.gain, q.dtype)).reshape(T, K, G, D)
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, plan.head_lanes - D)))
@@ -87,7 +91,8 @@ def prefill(
         result = result[..., plan.value_lane :].transpose(2, 0, 1, 3).reshape(aligned_rows, H, D)
         return jnp.where(mine[:, None, None], result[jnp.minimum(row_of_token, aligned_rows - 1)], out)
 
-    return lax.cond(num_items[0] > 0, run, lambda out: out, out)
+    result: Array = lax.cond(num_items[0] > 0, run, lambda out: out, out)
+    return result
 
 
 def _call(
@@ -252,7 +257,7 @@ def _kernel(
         lax.fori_loop(0, K, begin_head, None)
         fetch_q.wait()
 
-        def visit(step: Any, _: None) -> None:
+        def visit(step: Any, carry: None) -> None:  # noqa: ARG001
             page = begin + step * plan.block_pages
             slot = stream.next_block(jnp.minimum(plan.block_pages, end - page))
             start = page * plan.page_size

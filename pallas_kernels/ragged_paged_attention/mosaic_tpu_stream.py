@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.packed_rows_tpu import row_bits
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import SUBLANES, Plan
 
 FETCH_ITEM, FETCH_PAGE, FETCH_SLOT, READ_SLOT = range(4)
@@ -62,7 +63,7 @@ class KVStream:
         The slot read before it is given to the next copy: its contents must have been used up.
         """
         self._fetch_next()
-        slot = self.cursor[READ_SLOT]
+        slot: jax.Array = self.cursor[READ_SLOT]
         self.cursor[READ_SLOT] = _following(slot, self.plan.slots)
         full = count == self.plan.block_pages
 
@@ -87,17 +88,10 @@ class KVStream:
         dtype, lanes = self.kv_buf.dtype, self.kv_buf.shape[-1]
         packing = 4 // dtype.itemsize
         tile = SUBLANES * packing
-        bits = 32 // packing
 
         def clean(index: jax.Array, _: None) -> None:
             at = (slot, pl.ds(pl.multiple_of(index * tile, tile), tile))
-            row = lax.broadcasted_iota(jnp.int32, (SUBLANES, lanes), 0)
-            first = index * tile + row * packing
-            keep = jnp.zeros_like(row)
-            for i in range(packing):
-                field = ((1 << bits) - 1) << (i * bits)
-                signed = field - (1 << 32) if field >= 1 << 31 else field
-                keep = keep | jnp.where(first + i < valid, jnp.int32(signed), jnp.int32(0))
+            keep = row_bits((SUBLANES, lanes), packing, 0, valid - index * tile)
             words = pltpu.bitcast(self.kv_buf[at], jnp.int32)
             self.kv_buf[at] = pltpu.bitcast(words & keep, dtype)
 

@@ -41,7 +41,9 @@ CASES = [
     Case("mixed float32", MIXED, dtype="float32"),
     Case("mixed bfloat16, copies early", MIXED, dma="eager"),
     Case("decodes only", DECODES, K=4, G=2),
-    Case("one long context, default blocks", [(1, 2049), (130, 2049)], page=128, K=1, block_tokens=None, query_tile=None),
+    Case(
+        "one long context, default blocks", [(1, 2049), (130, 2049)], page=128, K=1, block_tokens=None, query_tile=None
+    ),
     Case("page boundaries 64", [(1, 63), (1, 64), (1, 65), (130, 257), (3, 64)], page=64),
     Case("page boundaries 128, float32", [(1, 127), (1, 128), (1, 129), (7, 129)], page=128, dtype="float32"),
     Case("group of 1", MIXED, K=4, G=1),
@@ -92,9 +94,9 @@ def test_random_ragged_batches(seed: int) -> None:
 
 def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the tests: with copies done early the numbers are right, and only the race detector can object."""
-    monkeypatch.setattr(mosaic_tpu_stream.KVStream, "_wait", lambda self, ref, slot: None)
+    monkeypatch.setattr(mosaic_tpu_stream.KVStream, "_wait", lambda *_: None)
     batch = make_batch([(1, 512)], K=2, G=4, D=128, page=128)
-    with pytest.raises(Exception, match="[Rr]ace"):
+    with pytest.raises(Exception, match=r"[Rr]ace"):
         attend(batch, dma="eager", block_tokens=256)
 
 

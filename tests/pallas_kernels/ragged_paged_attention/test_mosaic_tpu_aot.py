@@ -39,7 +39,9 @@ class Case:
 
 def _cases() -> list[Case]:
     """Every value of every setting with every chip; the settings among each other in rotation."""
-    heads = itertools.cycle([(8, 4, 128), (8, 4, 64), (4, 1, 128), (1, 8, 128), (2, 7, 128), (2, 4, 256), (3, 3, 64), (16, 1, 64)])
+    heads = itertools.cycle(
+        [(8, 4, 128), (8, 4, 64), (4, 1, 128), (1, 8, 128), (2, 7, 128), (2, 4, 256), (3, 3, 64), (16, 1, 64)]
+    )
     pages = itertools.cycle([128, 16, 64, 32, 256])
     extras = itertools.cycle([{}, {"window": 1024}, {"soft_cap": 30.0, "sinks": True}])
     tokens = itertools.cycle([64, 512])
@@ -85,7 +87,16 @@ def test_compiles_and_reads_the_pool_in_place(case: Case) -> None:
             sliding_window=case.window, logit_soft_cap=case.soft_cap, sinks=sinks,
         )  # fmt: skip
 
-    specs = (heads, KVPages(P(None, None, None, "tensor"), spec), P(), P(), P(), P(), P(), P("tensor") if sinks else None)
+    specs = (
+        heads,
+        KVPages(P(None, None, None, "tensor"), spec),
+        P(),
+        P(),
+        P(),
+        P(),
+        P(),
+        P("tensor") if sinks else None,
+    )
     compiled = compile_on(mesh, call, specs, heads, q, kv, *ints, sinks)
     text = compiled.as_text()
     names = [name for name in ("ragged_paged_attention_decode", "ragged_paged_attention_prefill") if name in text]
