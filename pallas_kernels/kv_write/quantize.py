@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _SMALLEST_NORMAL = {"int8": 0.0, "float8_e4m3fn": 2.0**-6, "float8_e5m2": 2.0**-14}
 
