@@ -1,8 +1,8 @@
 """The static roofline of a streaming kernel: cycles of its steady block loop against the cycles its copies need.
 
 The steady path is what runs when every block is full and unmasked. Left out are the ragged edges of the loop: the innermost
-conditional region around a nested loop (copies page by page, clearing of a tail), and of several regions that hold matmuls (the
-block's fold with and without masks) all but the shortest.
+conditional region around a nested loop (copies page by page, clearing of a tail), and of the regions that hold matmuls (the block's
+fold with and without masks) all but the shortest without a loop.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ def _edges(schedule: Schedule, loop: Span) -> list[Span]:
     for nested in schedule.loops:
         if loop.contains(nested):
             edges += innermost([region for region in inside if region == nested or region.contains(nested)])
-    folds = innermost([region for region in inside if _matmuls(schedule, region)])
-    if len(folds) > 1:
-        steady = min(folds, key=len)
-        edges += [region for region in folds if region != steady]
+    folds = [region for region in inside if _matmuls(schedule, region)]
+    straight = [one for one in folds if not any(one == other or one.contains(other) for other in schedule.loops)]
+    if straight:
+        steady = min(innermost(straight), key=len)
+        edges += [region for region in folds if region != steady and not region.contains(steady)]
     return edges
 
 

@@ -25,6 +25,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import TokenScales,
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
 
 KERNEL_NAME = "ragged_paged_attention_decode"
+STRETCH = 256
+"""Tokens that the masked path takes at once; FP8 needs whole registers of even and of odd tokens."""
 KEY_FACTOR, VALUE_FACTOR, START_TOP, START_TOTAL = range(4)
 
 
@@ -134,40 +136,43 @@ def _kernel(
     def _() -> None:
         stream.start()
 
-    def fold_block(slot: Any, valid: Any, window_start: Any, masked: bool) -> None:
-        """Folds one block into the running softmax. Tokens [window_start, valid) of it are seen (all, unless masked)."""
+    def fold(slot: Any, at: Any, width: int, valid: Any, window_start: Any, masked: bool) -> None:
+        """Folds tokens [at, at + width) of a block into the running softmax.
+
+        Of the block, tokens [window_start, valid) are seen; all of the stretch are, unless it is masked.
+        """
         if scales is not None:
-            scales.order(slot)
+            scales.order(slot, at, width)
         scores = []
         for g in range(plan.groups):
-            keys = numbers.widen(_lanes_of(kv_buf, slot, plan, g, values=False))
+            keys = numbers.widen(_lanes_of(kv_buf, slot, pl.ds(at, width), plan, g, values=False))
             dots = dot(q_ref[0, g].astype(jnp.float32), keys, 1, numbers.precision)
-            dots = dots * across(constants[KEY_FACTOR, g], block_tokens)
+            dots = dots * across(constants[KEY_FACTOR, g], width)
             if scales is not None:
-                dots = dots * scales.rows(slot, g, values=False)
+                dots = dots * scales.rows(slot, g, at, width, values=False)
             if soft_cap is not None:
                 dots = jnp.tanh(dots) * soft_cap
             scores.append(dots)
         seen = None
         if masked:
-            token = numbers.token_of_column((plan.rows, block_tokens), 1)
+            token = at + numbers.token_of_column((plan.rows, width), 1)
             seen = (token < valid) & (token >= window_start)
         for g in range(plan.groups):
             score = scores[g] if seen is None else jnp.where(seen, scores[g], MASKED)
             top = top_ref[g]
             new_top = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-            weights = jnp.exp2(score - across(new_top - float(numbers.gain), block_tokens))
+            weights = jnp.exp2(score - across(new_top - float(numbers.gain), width))
             if seen is not None:
                 weights = jnp.where(seen, weights, 0.0)
             shrink = jnp.exp2(top - new_top)
-            chunks = [weights[:, i : i + LANES] for i in range(0, block_tokens, LANES)]
+            chunks = [weights[:, i : i + LANES] for i in range(0, width, LANES)]
             top_ref[g] = new_top
             total_ref[g] = total_ref[g] * shrink + functools.reduce(jnp.add, chunks)
             if scales is not None:
-                weights *= scales.rows(slot, g, values=True)
+                weights *= scales.rows(slot, g, at, width, values=True)
                 if seen is not None:
                     weights = jnp.where(seen, weights, 0.0)
-            values = numbers.widen(_lanes_of(kv_buf, slot, plan, g, values=True))
+            values = numbers.widen(_lanes_of(kv_buf, slot, pl.ds(at, width), plan, g, values=True))
             acc_ref[g] = acc_ref[g] * across(shrink, plan.group_lanes) + dot(weights, values, 0, numbers.precision)
 
     @pl.when(item < num_items[0])
@@ -188,12 +193,19 @@ def _kernel(
 
             @pl.when(whole)
             def _() -> None:
-                fold_block(slot, valid, window_start, masked=False)
+                fold(slot, 0, block_tokens, valid, window_start, masked=False)
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                stream.clean_tail(slot, valid)
-                fold_block(slot, valid, window_start, masked=True)
+                # The ragged ends of a context go in short stretches, so that a short context costs little.
+                stop = pl.cdiv(jnp.minimum(valid, block_tokens), STRETCH)
+                stream.clean_tail(slot, valid, stop * STRETCH)
+
+                def visit_stretch(j: Any, carry: None) -> None:  # noqa: ARG001
+                    at = pl.multiple_of(j * STRETCH, STRETCH)
+                    fold(slot, at, STRETCH, valid, window_start, masked=True)
+
+                lax.fori_loop(jnp.maximum(window_start, 0) // STRETCH, stop, visit_stretch, None)
 
         lax.fori_loop(0, pl.cdiv(end - begin, plan.block_pages), visit, None)
 
@@ -208,12 +220,12 @@ def _kernel(
             out_ref[0, g] = (out * factor / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
 
 
-def _lanes_of(kv_buf: Any, slot: Any, plan: Plan, group: int, *, values: bool) -> jax.Array:
-    """Keys or values [block, group lanes] of a group's heads, as stored. For D = 64 both are the shared register."""
+def _lanes_of(kv_buf: Any, slot: Any, tokens: Any, plan: Plan, group: int, *, values: bool) -> jax.Array:
+    """Keys or values [tokens, group lanes] of a group's heads, as stored. For D = 64 both are the shared register."""
     first = group * plan.heads_per_group
     if plan.head_dim < LANES:
-        shared: jax.Array = kv_buf[slot, :, first * LANES : (first + plan.heads_per_group) * LANES]
+        shared: jax.Array = kv_buf[slot, tokens, first * LANES : (first + plan.heads_per_group) * LANES]
         return shared
     D = plan.head_dim
     starts = [2 * head * D + (D if values else 0) for head in range(first, first + plan.heads_per_group)]
-    return jnp.concatenate([kv_buf[slot, :, at : at + D] for at in starts], axis=1)
+    return jnp.concatenate([kv_buf[slot, tokens, start : start + D] for start in starts], axis=1)

@@ -109,8 +109,9 @@ def make_plan(
     bytes_per_token = 2 * layout.num_kv_heads * layout.head_dim * itemsize
     slots = 3
     if block_tokens is None:
-        # 2 MiB in flight hide the latency of a copy; more than 1024 tokens gain nothing (benchmarks in tuning/README.md).
-        budget = min(2 * 2**20, chip.vmem_bytes // 16)
+        # Larger blocks spread the latency of their matmuls over more tokens; beyond 1024 tokens nothing is gained
+        # (tuning/tpu.json), and what is left of a context is taken in shorter stretches anyway.
+        budget = min(4 * 2**20, chip.vmem_bytes // 16)
         block_tokens = min(max(budget // bytes_per_token, 128), 1024)
     granule = max(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
     block_tokens = max(block_tokens // granule, 1) * granule

@@ -202,14 +202,14 @@ def _kernel(
         """Folds one block, whose first token is at position `start`, into the running softmax of all heads."""
 
         if scales is not None:
-            scales.order(slot)
+            scales.order(slot, 0, block_tokens)
 
         def fold_head(head: Any, _: None) -> None:
             keys = numbers.widen(_operand(kv_buf, slot, plan, head, values=False))
             queries = q_buf[head].reshape(rows, plan.head_lanes)
             score = dot(queries, keys, 1, numbers.precision) * factors[head]
             if scales is not None:
-                score = score * scales.row(slot, head, values=False)
+                score = score * scales.row(slot, head, 0, block_tokens, values=False)
             if soft_cap is not None:
                 score = jnp.tanh(score) * soft_cap
             seen = None
@@ -231,7 +231,7 @@ def _kernel(
             top_ref[head] = new_top
             total_ref[head] = total_ref[head] * shrink + functools.reduce(jnp.add, chunks)
             if scales is not None:
-                weights = weights * scales.row(slot, head, values=True)
+                weights = weights * scales.row(slot, head, 0, block_tokens, values=True)
                 if seen is not None:
                     weights = jnp.where(seen, weights, 0.0)
             values = numbers.widen(_operand(kv_buf, slot, plan, head, values=True))
@@ -272,7 +272,7 @@ def _kernel(
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
-                stream.clean_tail(slot, valid)
+                stream.clean_tail(slot, valid, block_tokens)
                 fold_block(slot, start, masked=True)
 
         lax.fori_loop(0, pl.cdiv(end - begin, plan.block_pages), visit, None)

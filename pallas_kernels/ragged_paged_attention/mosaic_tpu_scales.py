@@ -37,31 +37,42 @@ class TokenScales:
     buffer: Any
     ordered: Any | None
 
-    def order(self, slot: jax.Array) -> None:
-        """Brings the scales of a block to the order of the columns of its scores: call before `rows` and `row`."""
+    def order(self, slot: jax.Array, start: Any, width: int) -> None:
+        """Brings the scales of tokens [start, start + width) of a block to the order of the columns of their scores.
+
+        Call before `rows` and `row` of the same tokens. start: a multiple of 256, as is width.
+        """
         if self.ordered is None:
             return
-        half = self.plan.block_tokens // 2
+        half = width // 2
         left = lax.broadcasted_iota(jnp.int32, (2 * self.plan.num_kv_heads, LANES), 1) < LANES // 2
         for at in range(0, half, LANES):
-            first = self.buffer[slot, :, 2 * at : 2 * at + LANES]
-            second = self.buffer[slot, :, 2 * at + LANES : 2 * at + 2 * LANES]
+            first = self.buffer[slot, :, _lanes(start, 2 * at, LANES)]
+            second = self.buffer[slot, :, _lanes(start, 2 * at + LANES, LANES)]
             self.ordered[:, at : at + LANES] = jnp.where(left, first, pltpu.roll(second, LANES // 2, 1))
             self.ordered[:, half + at : half + at + LANES] = jnp.where(left, pltpu.roll(first, LANES // 2, 1), second)
 
-    def row(self, slot: jax.Array, head: Any, *, values: bool) -> jax.Array:
-        """Scales [1, block] of the keys or the values of one head."""
+    def row(self, slot: jax.Array, head: Any, start: Any, width: int, *, values: bool) -> jax.Array:
+        """Scales [1, width] of the keys or the values of one head."""
         at = pl.ds(2 * head + int(values), 1)
-        found: jax.Array = self.buffer[slot, at, :] if self.ordered is None else self.ordered[at, :]
+        if self.ordered is None:
+            found: jax.Array = self.buffer[slot, at, _lanes(start, 0, width)]
+        else:
+            found = self.ordered[at, :width]
         return found
 
-    def rows(self, slot: jax.Array, group: int, *, values: bool) -> jax.Array:
-        """Scales [rows, block] of a group of heads: each head's, once for every query row of it."""
+    def rows(self, slot: jax.Array, group: int, start: Any, width: int, *, values: bool) -> jax.Array:
+        """Scales [rows, width] of a group of heads: each head's, once for every query row of it."""
         plan = self.plan
         first = group * plan.heads_per_group
-        shape = (plan.rows, plan.block_tokens)
+        shape = (plan.rows, width)
         head_of_row = lax.broadcasted_iota(jnp.int32, shape, 0) // plan.queries_per_kv
-        result = jnp.broadcast_to(self.row(slot, first, values=values), shape)
+        result = jnp.broadcast_to(self.row(slot, first, start, width, values=values), shape)
         for j in range(1, plan.heads_per_group):
-            result = jnp.where(head_of_row == j, self.row(slot, first + j, values=values), result)
+            row = self.row(slot, first + j, start, width, values=values)
+            result = jnp.where(head_of_row == j, row, result)
         return result
+
+
+def _lanes(start: Any, offset: int, width: int) -> Any:
+    return pl.ds(start + offset if isinstance(start, int) else pl.multiple_of(start + offset, LANES), width)

@@ -83,8 +83,11 @@ class KVStream:
 
         return slot
 
-    def clean_tail(self, slot: jax.Array, valid: jax.Array) -> None:
-        """Zeroes the rows of a block from `valid` on: they may hold NaN, and a probability of 0 would not hide it."""
+    def clean_tail(self, slot: jax.Array, valid: jax.Array, stop: Any) -> None:
+        """Zeroes the rows [valid, stop) of a block: they may hold NaN, and a probability of 0 would not hide it.
+
+        stop: a multiple of the rows of a register (32 at most).
+        """
         dtype, lanes = self.kv_buf.dtype, self.kv_buf.shape[-1]
         packing = 4 // dtype.itemsize
         tile = SUBLANES * packing
@@ -95,7 +98,7 @@ class KVStream:
             words = pltpu.bitcast(self.kv_buf[at], jnp.int32)
             self.kv_buf[at] = pltpu.bitcast(words & keep, dtype)
 
-        lax.fori_loop(valid // tile, self.plan.block_tokens // tile, clean, None)
+        lax.fori_loop(valid // tile, stop // tile, clean, None)
 
     def _fetch_next(self) -> None:
         """Starts the copies of the block at the fetch cursor, if any is left, and moves the cursor on."""
