@@ -30,8 +30,8 @@ def write(
     else:
         key_scales, value_scales = token_scales(keys, layout.dtype), token_scales(values, layout.dtype)
         scales = _scatter_scales(kv.scales, layer, key_scales, value_scales, pages, offsets, layout)
-    keys = quantize(keys, key_scales, layout.dtype)
-    values = quantize(values, value_scales, layout.dtype)
+    keys = quantize(keys, key_scales[..., None], layout.dtype)
+    values = quantize(values, value_scales[..., None], layout.dtype)
     return KVPages(_scatter(kv.pages, layer, keys, values, pages, offsets, layout), scales)
 
 
