@@ -21,6 +21,8 @@ KEY_TILE = 64
 """Keys in one tile of the decode kernel, and the unit in which tile sizes of the prefill kernel come."""
 
 LOG2E = math.log2(math.e)
+NO_LOGIT = -1e30
+"""The running maximum before any key: finite, so that masked keys (-inf) against it give a weight of 0, not NaN."""
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = ("bfloat16", "float16", "int8", *FP8_DTYPES)
 Ref = Any
@@ -72,9 +74,9 @@ class CallSpec:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on."""
+    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64 columns."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = min(128, shape[-1] * itemsize)
+    swizzle = 64 * itemsize
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

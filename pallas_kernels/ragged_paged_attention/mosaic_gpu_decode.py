@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     KEY_TILE,
     LOG2E,
+    NO_LOGIT,
     CallSpec,
     Ref,
     choose,
@@ -35,7 +36,6 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     tiled,
 )
 
-COMBINE_UNROLL = 4
 WGMMA = plgpu.Layout.WGMMA
 
 
@@ -221,10 +221,13 @@ def _attend(
 
                 keys, values = k_smem.at[slot], v_smem.at[slot]
                 if spec.quantized:
-                    _convert(keys, k16, None)
-                    _convert(values, v16, kv_len - key0)
+                    # Always 0, but not to the compiler: with a constant address it would keep the descriptors of all `wgmma`
+                    # operands in registers throughout (60 of them at head_dim 256).
+                    zero = jnp.where(kv_len > key0, 0, 1)
+                    _convert(keys, k16.at[zero], kv_len - key0)
+                    _convert(values, v16.at[zero], kv_len - key0)
                     plgpu.commit_smem()
-                    keys, values = k16, v16
+                    keys, values = k16.at[zero], v16.at[zero]
                 else:
                     _zero_tail(values, kv_len - key0)
 
@@ -245,7 +248,7 @@ def _attend(
                     seen &= key_at >= kv_len - spec.sliding_window
                 logits = jnp.where(seen, logits, -jnp.inf)
 
-                before = choose(opens, jnp.full_like(top, -jnp.inf), top)
+                before = choose(opens, jnp.full_like(top, NO_LOGIT), top)
                 top = jnp.maximum(before, logits.max(axis=0))
                 weights = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1]))
                 shrink = jnp.exp2(before - top)
@@ -283,14 +286,14 @@ def _attend(
 
             start = (
                 plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), WGMMA),
-                plgpu.layout_cast(jnp.full((N,), -jnp.inf, jnp.float32), WGMMA.reduce(0)),
+                plgpu.layout_cast(jnp.full((N,), NO_LOGIT, jnp.float32), WGMMA.reduce(0)),
                 plgpu.layout_cast(jnp.zeros((KEY_TILE, N), jnp.float32), WGMMA),
             )
             lax.fori_loop(0, count, visit, (seq0, head0, tile0, jnp.int32(0), *start))
 
     slots = tuning.num_blocks + S * K
     arrivals = 2 * spec.page_copies * (2 if dynamic else 1)
-    converted = (tiled((KEY_TILE, D), compute),) * 2 if spec.quantized else (None, None)
+    converted = (tiled((1, KEY_TILE, D), compute),) * 2 if spec.quantized else (None, None)
     return plgpu.kernel(  # type: ignore[no-any-return]
         body,
         out_type=(
@@ -330,16 +333,18 @@ def _zero_tail(values: Ref, valid: Array) -> None:
         plgpu.commit_smem()
 
 
-def _convert(stored: Ref, target: Ref, valid: Array | None) -> None:
-    """An 8-bit tile in the 16-bit type of `target`, rows from `valid` on as zeros. The caller commits shared memory."""
-    dtype = target.dtype
-    for d in range(0, stored.shape[1], 64):
-        loaded = plgpu.load(stored.at[:, pl.ds(d, 64)], layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-        converted = plgpu.layout_cast(loaded.astype(dtype), WGMMA)
-        if valid is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, converted.shape, 0, layout=WGMMA)
-            converted = jnp.where(row < valid, converted, jnp.zeros_like(converted))
-        target.at[:, pl.ds(d, 64)][...] = converted
+def _convert(stored: Ref, target: Ref, valid: Array) -> None:
+    """An 8-bit tile in the 16-bit type of `target`, rows from `valid` (> 0) on as zeros. The caller commits shared memory."""
+    # A real loop, so that each step reuses the registers of the last: its bound is a value that the compiler cannot know.
+    parts = jnp.where(valid > 0, stored.shape[1] // 64, 0)
+
+    @pl.loop(0, parts)
+    def _part(i: Array) -> None:
+        columns = pl.ds(pl.multiple_of(i * 64, 64), 64)
+        layout = plgpu.Layout.SMEM_GMEM_COPY((KEY_TILE, 64), target.dtype, 128)
+        converted = plgpu.load(stored.at[:, columns], layout=layout, optimized=False).astype(target.dtype)
+        row = plgpu.broadcasted_iota(jnp.int32, converted.shape, 0, layout=layout)
+        target.at[:, columns][...] = jnp.where(row < valid, converted, jnp.zeros_like(converted))
 
 
 def _load_scales(scales: Ref) -> Array:
@@ -356,6 +361,7 @@ def _combine(
 ) -> Float[Array, "S K D N"]:
     """Merges the partial results of each unit (a sequence and a KV head)."""
     (slots, D, N), units = acc.shape, unit_slots.shape[0]
+    unroll = max(1, 4096 // (D * N))
     inputs = [acc, stats, unit_slots]
     if sinks is not None:
         grouped = sinks.astype(jnp.float32).reshape(spec.num_kv_heads, spec.group) * LOG2E
@@ -375,9 +381,9 @@ def _combine(
 
         def visit(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             # Several slots at once, so that their loads are in flight together.
-            index = [step * COMBINE_UNROLL + j for j in range(COMBINE_UNROLL)]
+            index = [step * unroll + j for j in range(unroll)]
             at = [jnp.minimum(first + i, slots - 1) for i in index]
-            tops = [masked(i, stat_ref.at[a, 0], WGMMA.reduce(0), -jnp.inf) for i, a in zip(index, at, strict=True)]
+            tops = [masked(i, stat_ref.at[a, 0], WGMMA.reduce(0), NO_LOGIT) for i, a in zip(index, at, strict=True)]
             sums = [masked(i, stat_ref.at[a, 1], WGMMA.reduce(0), 0.0) for i, a in zip(index, at, strict=True)]
             accs = [masked(i, acc_ref.at[a], WGMMA, 0.0) for i, a in zip(index, at, strict=True)]
             out, top, total = carry
@@ -390,14 +396,13 @@ def _combine(
             return out, top, total
 
         if sinks is None:
-            # Finite, so that a unit without keys stays free of NaN.
-            top = plgpu.layout_cast(jnp.full((N,), -1e30, jnp.float32), WGMMA.reduce(0))
+            top = plgpu.layout_cast(jnp.full((N,), NO_LOGIT, jnp.float32), WGMMA.reduce(0))
             total = plgpu.layout_cast(jnp.zeros((N,), jnp.float32), WGMMA.reduce(0))
         else:
             top = load(rest[0].at[lax.rem(unit, jnp.int32(spec.num_kv_heads))], WGMMA.reduce(0))
             total = plgpu.layout_cast(jnp.ones((N,), jnp.float32), WGMMA.reduce(0))
         out = plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), WGMMA)
-        steps = lax.div(count + COMBINE_UNROLL - 1, jnp.int32(COMBINE_UNROLL))
+        steps = lax.div(count + unroll - 1, jnp.int32(unroll))
         out, _, total = lax.fori_loop(0, steps, visit, (out, top, total))
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
         plgpu.store(out_ref.at[unit], out * lax.broadcast_in_dim(inverse, out.shape, [1]), optimized=False)
