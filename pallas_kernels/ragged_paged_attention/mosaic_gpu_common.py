@@ -57,10 +57,9 @@ class CallSpec:
         """The 16-bit type of the matmuls that represents every stored value exactly; fp8 converts to float16 in hardware."""
         return jnp.float16 if self.kv_dtype == "float16" or self.kv_dtype in FP8_DTYPES else jnp.bfloat16
 
-    @property
-    def page_copies(self) -> int:
-        """TMA copies that fill KEY_TILE keys of one of K and V."""
-        return max(1, KEY_TILE // self.page_size)
+    def page_copies(self, keys: int) -> int:
+        """TMA copies that fill a tile of `keys` keys of one of K and V."""
+        return max(1, keys // self.page_size)
 
     @property
     def value_gain(self) -> float:
@@ -104,21 +103,22 @@ def copy_tile(
     tile_scales: Ref | None,
     barrier: Ref,
 ) -> None:
-    """Starts the copies of the keys (or values) key0 ... key0 + KEY_TILE - 1 of one sequence into `tile`.
+    """Starts the copies of one sequence's keys (or values) from key0 on that fill `tile` [keys, D].
 
     first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the barrier's arrivals is
-    given at once and their part of `tile` keeps what it held. key0 is a multiple of KEY_TILE and below kv_len.
-    The barrier takes `spec.page_copies` arrivals, twice as many with dynamic scales.
+    given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's keys and below kv_len.
+    The barrier takes `spec.page_copies(keys)` arrivals, twice as many with dynamic scales.
     """
-    step = min(spec.page_size, KEY_TILE)
-    for i in range(spec.page_copies):
+    keys = tile.shape[0]
+    step = min(spec.page_size, keys)
+    for i in range(spec.page_copies(keys)):
         token0 = key0 + i * step
 
         def copy(token0: jax.Array = token0, i: int = i) -> None:
             row = first_row(page_ids[lax.div(token0, jnp.int32(spec.page_size))])
             within: Any = slice(None)
-            if spec.page_size > KEY_TILE:
-                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), KEY_TILE), KEY_TILE)
+            if spec.page_size > keys:
+                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), keys), keys)
             target = pl.ds(i * step, step)
             plgpu.copy_gmem_to_smem(pool.at[row, within], tile.at[target], barrier)
             if tile_scales is not None and scales is not None:
@@ -141,14 +141,20 @@ def copy_tile(
             pl.when(token0 >= kv_len)(skip)
 
 
-def logits_base2(spec: CallSpec, dots: jax.Array, key_scale: jax.Array | None) -> jax.Array:
-    """q.k as logits in base 2: scaled, soft-capped, times log2(e). key_scale broadcasts to dots (a scalar, or expanded)."""
-    factor = spec.softmax_scale * (LOG2E if spec.soft_cap is None else 1.0 / spec.soft_cap)
-    dots = dots * factor if key_scale is None else dots * (key_scale * factor)
+def scaled_dots(spec: CallSpec, dots: jax.Array, key_scale: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
+    """(x, factor) such that x * factor are the logits in base 2: q.k scaled, soft-capped, times log2(e); factor > 0 is a scalar.
+
+    key_scale: None, a scalar, or an array of dots' shape. The factor is kept apart because it then costs nothing:
+    2 ** (x * factor - top) is one fused multiply-add and one exponential.
+    """
+    scale = spec.softmax_scale * (LOG2E if spec.soft_cap is None else 1.0 / spec.soft_cap)
     if spec.soft_cap is None:
-        return dots
+        if key_scale is None:
+            return dots, scale
+        return (dots, key_scale * scale) if key_scale.ndim == 0 else (dots * key_scale, scale)
+    dots = dots * scale if key_scale is None else dots * (key_scale * scale)
     # tanh(x) = 1 - 2 / (1 + e^2x): exact to float32, where the hardware's tanh keeps only 11 bits.
-    return (spec.soft_cap * LOG2E) * (1.0 - 2.0 / (1.0 + jnp.exp2(dots * (2.0 * LOG2E))))
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(dots * (2.0 * LOG2E))), spec.soft_cap * LOG2E
 
 
 def first_visible_key(spec: CallSpec, position: jax.Array) -> jax.Array:

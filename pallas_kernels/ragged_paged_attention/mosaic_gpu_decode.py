@@ -30,7 +30,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     choose,
     copy_tile,
     first_visible_key,
-    logits_base2,
+    scaled_dots,
     pool_rows,
     scale_rows,
     tiled,
@@ -241,22 +241,22 @@ def _attend(
                     key_scale = lax.broadcast_in_dim(_load_scales(scale_smem.at[slot, 0]), dots.shape, [0])
                 elif spec.scales == "static":
                     key_scale = scale_ref[(layer_ref[0] * 2) * K + head]
-                logits = logits_base2(spec, dots, key_scale)
-                key_at = key0 + plgpu.broadcasted_iota(jnp.int32, logits.shape, 0, layout=WGMMA)
+                scores, factor = scaled_dots(spec, dots, key_scale)
+                key_at = key0 + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA)
                 seen = key_at < kv_len
                 if spec.sliding_window is not None:
                     seen &= key_at >= kv_len - spec.sliding_window
-                logits = jnp.where(seen, logits, -jnp.inf)
+                scores = jnp.where(seen, scores, -jnp.inf)
 
                 before = choose(opens, jnp.full_like(top, NO_LOGIT), top)
-                top = jnp.maximum(before, logits.max(axis=0))
-                weights = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1]))
+                top = jnp.maximum(before, scores.max(axis=0) * factor)
+                weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(top, scores.shape, [1]))
                 shrink = jnp.exp2(before - top)
                 # Summed over keys once, when the unit closes: a thread keeps its own part until then.
-                total = choose(opens, jnp.zeros_like(total), total) * lax.broadcast_in_dim(shrink, logits.shape, [1]) + weights
+                total = choose(opens, jnp.zeros_like(total), total) * lax.broadcast_in_dim(shrink, scores.shape, [1]) + weights
                 if dynamic:
                     value_scale = _load_scales(scale_smem.at[slot, 1]) * spec.value_gain
-                    weights = jnp.where(seen, weights * lax.broadcast_in_dim(value_scale, logits.shape, [0]), 0.0)
+                    weights = jnp.where(seen, weights * lax.broadcast_in_dim(value_scale, scores.shape, [0]), 0.0)
                 weights = plgpu.layout_cast(weights.astype(compute), plgpu.Layout.WGMMA_TRANSPOSED)
                 p_smem.transpose((1, 0))[...] = weights
                 plgpu.commit_smem()
@@ -292,7 +292,7 @@ def _attend(
             lax.fori_loop(0, count, visit, (seq0, head0, tile0, jnp.int32(0), *start))
 
     slots = tuning.num_blocks + S * K
-    arrivals = 2 * spec.page_copies * (2 if dynamic else 1)
+    arrivals = 2 * spec.page_copies(KEY_TILE) * (2 if dynamic else 1)
     converted = (tiled((1, KEY_TILE, D), compute),) * 2 if spec.quantized else (None, None)
     return plgpu.kernel(  # type: ignore[no-any-return]
         body,

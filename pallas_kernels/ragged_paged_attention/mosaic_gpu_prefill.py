@@ -1,0 +1,575 @@
+"""Attention of sequences with several queries (prefill chunks, draft verification) on Hopper: warp-specialized, FlashAttention-3's schedule.
+
+A work item is 128 query rows of one sequence and one KV head: two consumer warpgroups with 64 rows each. A warpgroup's rows are
+`span` consecutive tokens times the `heads` query heads that share the KV head, row = head * span + token, so that K and V are read once
+for all of them. A third warpgroup issues the TMA copies of pages into rings of shared memory; for 8-bit pages a fourth one converts
+them to 16 bits. The grid is persistent: items are sorted by cost and dealt out in a snake.
+
+Consumers overlap (Shah et al. 2024): while the softmax of tile j runs, P V of tile j - 1 is in the tensor cores; Q K^T of tile j was issued
+just before it. Tiles that no query of a warpgroup sees are never multiplied, tiles that all see fully are not masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
+    LOG2E,
+    NO_LOGIT,
+    CallSpec,
+    Ref,
+    copy_tile,
+    first_visible_key,
+    pool_rows,
+    scale_rows,
+    scaled_dots,
+    tiled,
+)
+
+ROWS = 64
+"""Query rows of a consumer warpgroup: the M of `wgmma`."""
+CONSUMERS = 2
+WGMMA = plgpu.Layout.WGMMA
+ROW = WGMMA.reduce(1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """num_blocks: blocks of the persistent grid, one for each SM. keys: keys of a tile. stages: tiles of K and of V in flight.
+
+    converted: 16-bit tiles of K and of V that 8-bit pages are converted into.
+    """
+
+    num_blocks: int
+    keys: int
+    stages: int
+    converted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How query heads map to rows. heads: query heads in one tile; splits: tiles that share a KV head; span: tokens in a tile."""
+
+    heads: int
+    splits: int
+    span: int
+
+    @staticmethod
+    def of(spec: CallSpec) -> Shape:
+        """The largest power of two that divides the group, at most 8: TMA fills shared memory in blocks of 8 rows."""
+        heads = next(h for h in (8, 4, 2, 1) if spec.group % h == 0)
+        return Shape(heads, spec.group // heads, ROWS // heads)
+
+
+def staged_columns(spec: CallSpec) -> int:
+    """Columns of the output that one warpgroup stages in shared memory at a time."""
+    return 64 if spec.head_dim == 256 else spec.head_dim
+
+
+def shared_bytes(spec: CallSpec, tuning: PrefillTuning) -> int:
+    """Shared memory of one block's buffers, barriers and reduction scratch excluded."""
+    D = spec.head_dim
+    stored = 2 * tuning.stages * tuning.keys * (D * jnp.dtype(spec.kv_dtype).itemsize + (4 if spec.scales == "dynamic" else 0))
+    return stored + 2 * tuning.converted * tuning.keys * D * 2 + CONSUMERS * ROWS * (D + staged_columns(spec)) * 2
+
+
+def plan(
+    spec: CallSpec,
+    tuning: PrefillTuning,
+    T: int,
+    cu_q_lens: Int[Array, " S+1"],
+    q_lens: Int[Array, " S"],
+    kv_lens: Int[Array, " S"],
+) -> tuple[Int[Array, "tiles 5"], Int[Array, " 1"]]:
+    """Cuts the queries of the sequences with q_lens > 0 into tiles, the most expensive first, and counts them.
+
+    A tile is (sequence, row of its first token, that token's position, tokens, kv_len).
+    """
+    S, step = q_lens.shape[0], CONSUMERS * Shape.of(spec).span
+    most = -(-T // step) + min(S, T)
+    tiles_of = -(-q_lens // step)
+    until = jnp.cumsum(tiles_of)
+    index = jnp.arange(most)
+    s = jnp.clip(jnp.searchsorted(until, index, side="right"), 0, S - 1)
+    offset = (index - (until[s] - tiles_of[s])) * step
+    position = kv_lens[s] - q_lens[s] + offset
+    tokens = jnp.clip(q_lens[s] - offset, 0, step)
+    used = index < until[-1]
+    last = position + tokens - 1
+    cost = last // tuning.keys - first_visible_key(spec, position) // tuning.keys + 1
+    order = jnp.argsort(jnp.where(used, -cost, 1), stable=True)
+    tiles = jnp.stack([s, cu_q_lens[s] + offset, position, tokens, kv_lens[s]], axis=1)[order]
+    return tiles.astype(jnp.int32), until[-1:].astype(jnp.int32)
+
+
+def tile_steps(spec: CallSpec, keys: int, position: int, tokens: int) -> int:
+    """Key tiles that one warpgroup multiplies for `tokens` queries from `position` on: the kernel's rule, for tests and `inspect`."""
+    if tokens <= 0:
+        return 0
+    first = 0 if spec.sliding_window is None else max(position - spec.sliding_window + 1, 0)
+    return (position + tokens - 1) // keys + 1 - first // keys
+
+
+def prefill(
+    q: Float[Array, "T H D"],
+    pages: Array,
+    scales: Array | None,
+    layer: Int[Array, ""],
+    page_table: Int[Array, "S W"],
+    tiles: Int[Array, "tiles 5"],
+    num_tiles: Int[Array, " 1"],
+    sinks: Float[Array, " H"] | None,
+    *,
+    spec: CallSpec,
+    tuning: PrefillTuning,
+) -> Float[Array, "T H D"]:
+    """Attention of the queries that `tiles` names; other rows of the result are not written. q has spec.compute_dtype, T >= span."""
+    inputs = [q, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, tiles, num_tiles]
+    if scales is not None:
+        inputs.append(scale_rows(scales))
+    if sinks is not None:
+        inputs.append(sinks.astype(jnp.float32) * LOG2E)
+    D, keys, stages, converted = spec.head_dim, tuning.keys, tuning.stages, tuning.converted
+    compute = spec.compute_dtype
+    dynamic = spec.scales == "dynamic"
+    stored_consumers = 1 if spec.quantized else CONSUMERS
+    arrivals = spec.page_copies(keys) * (2 if dynamic else 1)
+
+    def scaled_keys() -> Any:
+        return plgpu.SMEM((stages, keys), jnp.float32) if dynamic else None
+
+    kernel = _Kernel(spec, tuning, Shape.of(spec), pages.shape[1], q.shape[0], scales is not None)
+    return plgpu.kernel(  # type: ignore[no-any-return]
+        kernel.body,
+        out_type=jax.ShapeDtypeStruct(q.shape, compute),
+        grid=(tuning.num_blocks,),
+        grid_names=("block",),
+        num_threads=CONSUMERS + (2 if spec.quantized else 1),
+        thread_name="wg",
+        kernel_name="paged_prefill",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types={
+            "q_smem": tiled((CONSUMERS, ROWS, D), compute),
+            "out_smem": plgpu.SMEM((CONSUMERS, ROWS, staged_columns(spec)), compute),
+            "k_stored": tiled((stages, keys, D), pages.dtype),
+            "v_stored": tiled((stages, keys, D), pages.dtype),
+            "k_scale": scaled_keys(),
+            "v_scale": scaled_keys(),
+            "k_converted": tiled((converted, keys, D), compute) if spec.quantized else None,
+            "v_converted": tiled((converted, keys, D), compute) if spec.quantized else None,
+            "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
+            "q_free": plgpu.Barrier(num_barriers=CONSUMERS),
+            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            "k_free": plgpu.Barrier(num_arrivals=stored_consumers, num_barriers=stages),
+            "v_free": plgpu.Barrier(num_arrivals=stored_consumers, num_barriers=stages),
+            "k_ready": plgpu.Barrier(num_barriers=converted) if spec.quantized else None,
+            "v_ready": plgpu.Barrier(num_barriers=converted) if spec.quantized else None,
+            "k_done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=converted) if spec.quantized else None,
+            "v_done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=converted) if spec.quantized else None,
+            "tail_clean": None if spec.quantized else plgpu.Barrier(),
+        },
+    )(*inputs)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One work item, all scalars of the running kernel. `tiles` = [low, high) are the key tiles that its queries see together."""
+
+    sequence: Array
+    row: Array
+    position: Array
+    tokens: Array
+    kv_len: Array
+    kv_head: Array
+    head: Array
+    low: Array
+    high: Array
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """A consumer's view of one ring of tiles: slot of tile number t, when it is full, and how to give it back."""
+
+    tiles: Ref
+    full: Ref
+    free: Ref
+    slots: int
+
+    def slot(self, t: Array) -> Array:
+        return lax.rem(t, jnp.int32(self.slots))
+
+    def wait(self, t: Array) -> Ref:
+        plgpu.barrier_wait(self.full.at[self.slot(t)])
+        return self.tiles.at[self.slot(t)]
+
+    def release(self, t: Array) -> None:
+        plgpu.barrier_arrive(self.free.at[self.slot(t)])
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The kernel's code; fields are static. num_pages: of the pool. num_rows: T."""
+
+    spec: CallSpec
+    tuning: PrefillTuning
+    shape: Shape
+    num_pages: int
+    num_rows: int
+    has_scales: bool
+
+    def body(self, *refs: Ref, **scratch: Ref) -> None:
+        q_ref, pool, layer_ref, table, tiles, num_tiles, *rest, out_ref = refs
+        scale_ref = rest.pop(0) if self.has_scales else None
+        sink_ref = rest.pop(0) if self.spec.has_sinks else None
+        wg = lax.axis_index("wg")
+        quantized = self.spec.quantized
+        consumers, converter, producer = ((200, 72, 40) if quantized else (232, 0, 40))
+
+        @pl.when(wg < CONSUMERS)
+        def _consume() -> None:
+            plgpu.set_max_registers(consumers, action="increase")
+            self.consume(wg, layer_ref, tiles, num_tiles, scale_ref, sink_ref, out_ref, scratch)
+
+        @pl.when(wg == CONSUMERS)
+        def _produce() -> None:
+            plgpu.set_max_registers(producer, action="decrease")
+            self.produce(q_ref, pool, layer_ref, table, tiles, num_tiles, scale_ref, scratch)
+
+        if quantized:
+
+            @pl.when(wg == CONSUMERS + 1)
+            def _convert() -> None:
+                plgpu.set_max_registers(converter, action="decrease")
+                self.convert(tiles, num_tiles, scratch)
+
+    def for_items(self, tiles: Ref, num_tiles: Ref, visit: Callable[[Array, Array, _Item], None]) -> None:
+        """Calls visit(index, tiles before it, item) for each item of this block."""
+        block, blocks = lax.axis_index("block"), jnp.int32(self.tuning.num_blocks)
+        tile_heads = self.spec.num_kv_heads * self.shape.splits
+        total = num_tiles[0] * tile_heads
+
+        def work_of(i: Array) -> Array:
+            return i * blocks + jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, blocks - 1 - block)
+
+        def step(i: Array, before: Array) -> Array:
+            work = work_of(i)
+            tile, tile_head = lax.div(work, jnp.int32(tile_heads)), lax.rem(work, jnp.int32(tile_heads))
+            sequence, row, position, tokens, kv_len = (tiles[tile, j] for j in range(5))
+            low = lax.div(first_visible_key(self.spec, position), jnp.int32(self.tuning.keys))
+            high = lax.div(position + tokens - 1, jnp.int32(self.tuning.keys)) + 1
+            kv_head = lax.div(tile_head, jnp.int32(self.shape.splits))
+            item = _Item(sequence, row, position, tokens, kv_len, kv_head, tile_head * self.shape.heads, low, high)
+            visit(i, before, item)
+            return before + high - low
+
+        rounds = lax.div(total, blocks)
+        mine = jnp.where(work_of(rounds) < total, rounds + 1, rounds)
+        lax.fori_loop(0, mine, step, jnp.int32(0))
+
+    def rows_of(self, item: _Item, wg: Any) -> tuple[Array, Array, Array, Array]:
+        """(first row, position of its token, first valid token, valid tokens) of one warpgroup's rows.
+
+        The rows are moved back where they would pass the end of q; tokens before the first valid one are then not its own.
+        """
+        span = self.shape.span
+        wanted = item.row + wg * span
+        row = jnp.minimum(wanted, self.num_rows - span)
+        tokens = jnp.clip(item.tokens - wg * span, 0, span)
+        return row, item.position + row - item.row, wanted - row, tokens
+
+    def produce(
+        self, q_ref: Ref, pool: Ref, layer_ref: Ref, table: Ref, tiles: Ref, num_tiles: Ref, scale_ref: Ref | None, s: dict[str, Ref]
+    ) -> None:
+        """Copies queries, and the pages of keys and values into their rings."""
+        spec, shape, stages = self.spec, self.shape, self.tuning.stages
+        dynamic = spec.scales == "dynamic"
+        layer_row = layer_ref[0] * self.num_pages
+
+        def visit(index: Array, before: Array, item: _Item) -> None:
+            def copy(j: Array, t: Array) -> Array:
+                slot = lax.rem(t, jnp.int32(stages))
+                for which, name in enumerate("kv"):
+                    pl.when(t >= stages)(lambda name=name: plgpu.barrier_wait(s[f"{name}_free"].at[slot]))
+                    copy_tile(
+                        spec,
+                        pool=pool,
+                        scales=scale_ref if dynamic else None,
+                        first_row=lambda page, which=which: ((layer_row + page) * 2 + which) * spec.num_kv_heads + item.kv_head,
+                        page_ids=table.at[item.sequence],
+                        key0=j * self.tuning.keys,
+                        kv_len=item.kv_len,
+                        tile=s[f"{name}_stored"].at[slot],
+                        tile_scales=s[f"{name}_scale"].at[slot] if dynamic else None,
+                        barrier=s[f"{name}_full"].at[slot],
+                    )
+                # After the first tile, whose slot is free before the queries' is.
+                pl.when(j == item.low)(lambda: self.load_queries(q_ref, index, item, s))
+                return t + 1
+
+            lax.fori_loop(item.low, item.high, copy, before)
+
+        self.for_items(tiles, num_tiles, visit)
+
+    def load_queries(self, q_ref: Ref, index: Array, item: _Item, s: dict[str, Ref]) -> None:
+        """Brings the item's queries to shared memory, through registers: TMA would need rows aligned to 8."""
+        span, D = self.shape.span, self.spec.head_dim
+        rows = min(span, 4096 // D)
+        together = 4096 // (rows * D)
+        layout = plgpu.Layout.SMEM_GMEM_COPY((rows, D), self.spec.compute_dtype, 128)
+        for wg in range(CONSUMERS):
+            row, *_ = self.rows_of(item, wg)
+            pl.when(index > 0)(lambda wg=wg: plgpu.barrier_wait(s["q_free"].at[wg]))
+
+            @pl.loop(0, ROWS // (rows * together))
+            def _some(i: Array, wg: int = wg, row: Array = row) -> None:
+                loaded = []
+                for k in range(together):
+                    at = pl.multiple_of((i * together + k) * rows, rows)
+                    head, token = lax.div(at, jnp.int32(span)), lax.rem(at, jnp.int32(span))
+                    source = q_ref.at[pl.ds(row + token, rows), item.head + head]
+                    loaded.append((at, plgpu.load(source, layout=layout, optimized=False)))
+                for at, block in loaded:
+                    s["q_smem"].at[wg, pl.ds(at, rows)][...] = block
+
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(s["q_full"].at[wg])
+
+    def convert(self, tiles: Ref, num_tiles: Ref, s: dict[str, Ref]) -> None:
+        """Turns stored 8-bit tiles into 16-bit ones, with dynamic scales applied and rows beyond the sequence's end as zeros."""
+        spec, keys, converted = self.spec, self.tuning.keys, self.tuning.converted
+        layout = plgpu.Layout.SMEM_GMEM_COPY((keys, 64), spec.compute_dtype, 128)
+
+        def visit(index: Array, before: Array, item: _Item) -> None:
+            del index
+
+            def tile(j: Array, t: Array) -> Array:
+                stored, slot = lax.rem(t, jnp.int32(self.tuning.stages)), lax.rem(t, jnp.int32(converted))
+                for name in "kv":
+                    plgpu.barrier_wait(s[f"{name}_full"].at[stored])
+                    pl.when(t >= converted)(lambda name=name: plgpu.barrier_wait(s[f"{name}_done"].at[slot]))
+                    scale = None
+                    if spec.scales == "dynamic":
+                        scale = plgpu.load(s[f"{name}_scale"].at[stored], layout=layout.reduce(1), optimized=False)
+
+                    @pl.loop(0, spec.head_dim // 64)
+                    def _part(i: Array, name: str = name, scale: Array | None = scale) -> None:
+                        columns = pl.ds(pl.multiple_of(i * 64, 64), 64)
+                        loaded = plgpu.load(s[f"{name}_stored"].at[stored, :, columns], layout=layout, optimized=False)
+                        values = loaded.astype(spec.compute_dtype)
+                        if scale is not None:
+                            values = values.astype(jnp.float32) * lax.broadcast_in_dim(scale, values.shape, [0])
+                            values = values.astype(spec.compute_dtype)
+                        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+                        values = jnp.where(row < item.kv_len - j * keys, values, jnp.zeros_like(values))
+                        s[f"{name}_converted"].at[slot, :, columns][...] = values
+
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(s[f"{name}_free"].at[stored])
+                    plgpu.barrier_arrive(s[f"{name}_ready"].at[slot])
+                return t + 1
+
+            lax.fori_loop(item.low, item.high, tile, before)
+
+        self.for_items(tiles, num_tiles, visit)
+
+    def consume(
+        self,
+        wg: Array,
+        layer_ref: Ref,
+        tiles: Ref,
+        num_tiles: Ref,
+        scale_ref: Ref | None,
+        sink_ref: Ref | None,
+        out_ref: Ref,
+        s: dict[str, Ref],
+    ) -> None:
+        """Attention of one warpgroup's 64 rows, item after item."""
+        spec, shape, N = self.spec, self.shape, self.tuning.keys
+        if spec.quantized:
+            key_ring, value_ring = (
+                _Ring(s[f"{n}_converted"], s[f"{n}_ready"], s[f"{n}_done"], self.tuning.converted) for n in "kv"
+            )
+        else:
+            key_ring, value_ring = (_Ring(s[f"{n}_stored"], s[f"{n}_full"], s[f"{n}_free"], self.tuning.stages) for n in "kv")
+        q_smem = s["q_smem"].at[wg]
+
+        def visit(index: Array, before: Array, item: _Item) -> None:
+            del index
+            row, position, first_valid, tokens = self.rows_of(item, wg)
+            own_first = item.position + wg * shape.span
+            own_last = own_first + tokens - 1
+            low = jnp.where(tokens > 0, lax.div(first_visible_key(spec, own_first), jnp.int32(N)), item.high)
+            high = jnp.where(tokens > 0, lax.div(own_last, jnp.int32(N)) + 1, item.high)
+            number = before - item.low  # of tile j in the rings is number + j
+
+            def skip(j: Array, carry: None) -> None:
+                del carry
+                for ring in (key_ring, value_ring):
+                    ring.wait(number + j)
+                    ring.release(number + j)
+
+            plgpu.barrier_wait(s["q_full"].at[wg])
+            lax.fori_loop(item.low, low, skip, None)
+
+            key_scale = value_scale = None
+            if spec.scales == "static" and scale_ref is not None:
+                key_scale = scale_ref[layer_ref[0] * 2 * spec.num_kv_heads + item.kv_head]
+                value_scale = scale_ref[(layer_ref[0] * 2 + 1) * spec.num_kv_heads + item.kv_head]
+
+            def softmax(dots: Array, j: Array, top: Array, total: Array, masked: bool) -> tuple[Array, Array, Array, Array]:
+                """(top, total, weights in 16 bits, factor by which earlier results shrink)."""
+                scores, factor = scaled_dots(spec, dots, key_scale)
+                if masked:
+                    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA) & (shape.span - 1)
+                    behind = position + token - (j * N + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA))
+                    seen = behind >= 0
+                    if spec.sliding_window is not None:
+                        seen &= behind < spec.sliding_window
+                    scores = jnp.where(seen, scores, -jnp.inf)
+                new_top = jnp.maximum(top, scores.max(axis=1) * factor)
+                shrink = jnp.exp2(top - new_top)
+                weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+                return new_top, total * shrink + weights.sum(axis=1), weights.astype(spec.compute_dtype), shrink
+
+            def start_keys(out: Ref, j: Array) -> None:
+                plgpu.wgmma(out, q_smem, key_ring.wait(number + j).transpose((1, 0)))
+
+            @pl.when(tokens > 0)
+            def _attend() -> None:
+                if sink_ref is None:
+                    top = plgpu.layout_cast(jnp.full((ROWS,), NO_LOGIT, jnp.float32), ROW)
+                    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+                else:
+                    top = self.sinks(sink_ref, item.head)
+                    total = plgpu.layout_cast(jnp.ones((ROWS,), jnp.float32), ROW)
+
+                def first(dots_ref: Ref) -> Array:
+                    start_keys(dots_ref, low)
+                    return dots_ref[...]
+
+                dots = pl.run_scoped(first, plgpu.ACC((ROWS, N), jnp.float32))
+                key_ring.release(number + low)
+                top, total, weights, _ = softmax(dots, low, top, total, masked=True)
+                acc = plgpu.layout_cast(jnp.zeros((ROWS, spec.head_dim), jnp.float32), WGMMA)
+
+                def step(j: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
+                    acc, top, total, weights = carry
+
+                    def overlapped(dots_ref: Ref, acc_ref: Ref) -> tuple[Array, ...]:
+                        acc_ref[...] = acc
+                        start_keys(dots_ref, j)
+                        plgpu.wgmma(acc_ref, weights, value_ring.wait(number + j - 1))
+                        dots = plgpu.wgmma_accumulator_load(dots_ref, wait_n=1)
+                        key_ring.release(number + j)
+                        new_top, new_total, new_weights, shrink = softmax(dots, j, top, total, masked)
+                        gained = acc_ref[...]
+                        value_ring.release(number + j - 1)
+                        return gained * lax.broadcast_in_dim(shrink, gained.shape, [0]), new_top, new_total, new_weights
+
+                    accumulators = plgpu.ACC((ROWS, N), jnp.float32), plgpu.ACC((ROWS, spec.head_dim), jnp.float32)
+                    return pl.run_scoped(overlapped, *accumulators)  # type: ignore[no-any-return]
+
+                carry = (acc, top, total, weights)
+                # Tiles [begin, end) are seen by every query of the warpgroup.
+                begin = low + 1
+                if spec.sliding_window is not None:
+                    inside = lax.div(jnp.maximum(own_last - spec.sliding_window + N, 0), jnp.int32(N))
+                    begin = jnp.clip(inside, low + 1, high)
+                    carry = lax.fori_loop(low + 1, begin, lambda j, c: step(j, c, masked=True), carry)
+                end = jnp.clip(lax.div(own_first + 1, jnp.int32(N)), begin, high)
+                carry = lax.fori_loop(begin, end, lambda j, c: step(j, c, masked=False), carry)
+                carry = lax.fori_loop(end, high, lambda j, c: step(j, c, masked=True), carry)
+                acc, top, total, weights = carry
+                plgpu.barrier_arrive(s["q_free"].at[wg])
+
+                values = value_ring.wait(number + high - 1)
+                if not spec.quantized:
+                    self.clean_tail(values, item, wg, high, s["tail_clean"])
+
+                def last(acc_ref: Ref) -> Array:
+                    acc_ref[...] = acc
+                    plgpu.wgmma(acc_ref, weights, values)
+                    return acc_ref[...]
+
+                acc = pl.run_scoped(last, plgpu.ACC((ROWS, spec.head_dim), jnp.float32))
+                value_ring.release(number + high - 1)
+                inverse = 1.0 / total if value_scale is None else value_scale / total
+                acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+                self.write(acc.astype(spec.compute_dtype), out_ref, s["out_smem"].at[wg], row, item.head, first_valid, tokens)
+
+            pl.when(tokens == 0)(lambda: plgpu.barrier_arrive(s["q_free"].at[wg]))
+            lax.fori_loop(high, item.high, skip, None)
+            if not spec.quantized:
+                waits = (high < item.high) | (tokens == 0)
+                pl.when(self.has_tail(item) & waits)(lambda: plgpu.barrier_wait(s["tail_clean"]))
+
+        self.for_items(tiles, num_tiles, visit)
+
+    def has_tail(self, item: _Item) -> Array:
+        """Whether the item's last tile holds keys beyond the sequence's end."""
+        return item.high * self.tuning.keys > item.kv_len
+
+    def clean_tail(self, values: Ref, item: _Item, wg: Array, high: Array, clean: Ref) -> None:
+        """Zeroes the values beyond the sequence's end in the item's last tile: they may be NaN, and 0 * NaN is NaN.
+
+        The warpgroup with the item's last query does it, the other waits if it reads that tile too (else after its work: both see
+        every phase of the barrier).
+        """
+        owns = (item.tokens > wg * self.shape.span) & (item.tokens <= (wg + 1) * self.shape.span)
+        tail = self.has_tail(item)
+
+        @pl.when(tail & owns)
+        def _zero() -> None:
+            for d in range(0, self.spec.head_dim, 64):
+                part = values.at[:, pl.ds(d, 64)]
+                layout = WGMMA
+                loaded = plgpu.load(part, layout=layout)
+                row = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=layout)
+                part[...] = jnp.where(row < item.kv_len - (item.high - 1) * self.tuning.keys, loaded, jnp.zeros_like(loaded))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(clean)
+
+        pl.when(tail & jnp.logical_not(owns) & (high == item.high))(lambda: plgpu.barrier_wait(clean))
+
+    def sinks(self, sink_ref: Ref, head: Array) -> Array:
+        """The sink of each row's head, in base 2."""
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 0, layout=WGMMA)
+        out = jnp.zeros(row.shape, jnp.float32)
+        for g in range(self.shape.heads):
+            mine = (row >= g * self.shape.span) & (row < (g + 1) * self.shape.span)
+            out = jnp.where(mine, lax.broadcast_in_dim(sink_ref[head + g], row.shape, []), out)
+        return out.max(axis=1)
+
+    def write(self, out: Array, out_ref: Ref, staged: Ref, row: Array, head: Array, first_valid: Array, tokens: Array) -> None:
+        """Stores a warpgroup's rows: whole blocks of `span` tokens, or token by token where some belong to others."""
+        span, columns = self.shape.span, staged_columns(self.spec)
+        for d in range(0, self.spec.head_dim, columns):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.store(staged, out[:, d : d + columns], optimized=False)
+            plgpu.commit_smem()
+
+            @pl.when(tokens == span)
+            def _whole(d: int = d) -> None:
+                for g in range(self.shape.heads):
+                    target = out_ref.at[pl.ds(row, span), head + g, pl.ds(d, columns)]
+                    plgpu.copy_smem_to_gmem(staged.at[pl.ds(g * span, span)], target)
+
+            @pl.when(tokens < span)
+            def _each(d: int = d) -> None:
+                @pl.loop(first_valid, first_valid + tokens)
+                def _token(i: Array) -> None:
+                    for g in range(self.shape.heads):
+                        target = out_ref.at[pl.ds(row + i, 1), head + g, pl.ds(d, columns)]
+                        plgpu.copy_smem_to_gmem(staged.at[pl.ds(g * span + i, 1)], target)
+
+        plgpu.wait_smem_to_gmem(0)
