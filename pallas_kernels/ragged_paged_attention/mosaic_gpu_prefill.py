@@ -176,7 +176,7 @@ def prefill(
             "v_ready": plgpu.Barrier(num_barriers=converted) if spec.quantized else None,
             "k_done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=converted) if spec.quantized else None,
             "v_done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=converted) if spec.quantized else None,
-            "tail_clean": None if spec.quantized else plgpu.Barrier(),
+            "tail_clean": None if spec.quantized else plgpu.Barrier(num_arrivals=CONSUMERS),
         },
     )(*inputs)
 
@@ -233,7 +233,7 @@ class _Kernel:
         sink_ref = rest.pop(0) if self.spec.has_sinks else None
         wg = lax.axis_index("wg")
         quantized = self.spec.quantized
-        consumers, converter, producer = ((200, 72, 40) if quantized else (232, 0, 40))
+        consumers, converter, producer = ((200, 72, 40) if quantized else (224, 0, 56))
 
         @pl.when(wg < CONSUMERS)
         def _consume() -> None:
@@ -418,6 +418,9 @@ class _Kernel:
                     ring.wait(number + j)
                     ring.release(number + j)
 
+            cleans = self.cleans_tail(item, wg)
+            if not spec.quantized:
+                pl.when(self.has_tail(item) & jnp.logical_not(cleans))(lambda: plgpu.barrier_arrive(s["tail_clean"]))
             plgpu.barrier_wait(s["q_full"].at[wg])
             lax.fori_loop(item.low, low, skip, None)
 
@@ -494,7 +497,7 @@ class _Kernel:
 
                 values = value_ring.wait(number + high - 1)
                 if not spec.quantized:
-                    self.clean_tail(values, item, wg, high, s["tail_clean"])
+                    self.clean_tail(values, item, cleans, high, s["tail_clean"])
 
                 def last(acc_ref: Ref) -> Array:
                     acc_ref[...] = acc
@@ -519,16 +522,19 @@ class _Kernel:
         """Whether the item's last tile holds keys beyond the sequence's end."""
         return item.high * self.tuning.keys > item.kv_len
 
-    def clean_tail(self, values: Ref, item: _Item, wg: Array, high: Array, clean: Ref) -> None:
+    def cleans_tail(self, item: _Item, wg: Array) -> Array:
+        """Whether the warpgroup has the item's last query, so that it surely reads the last tile."""
+        return (item.tokens > wg * self.shape.span) & (item.tokens <= (wg + 1) * self.shape.span)
+
+    def clean_tail(self, values: Ref, item: _Item, cleans: Array, high: Array, clean: Ref) -> None:
         """Zeroes the values beyond the sequence's end in the item's last tile: they may be NaN, and 0 * NaN is NaN.
 
-        The warpgroup with the item's last query does it, the other waits if it reads that tile too (else after its work: both see
-        every phase of the barrier).
+        One warpgroup does it. The other arrived at the barrier when it began the item, and waits for it before it reads that tile, or at
+        the item's end if it does not read it: either way both wait once.
         """
-        owns = (item.tokens > wg * self.shape.span) & (item.tokens <= (wg + 1) * self.shape.span)
         tail = self.has_tail(item)
 
-        @pl.when(tail & owns)
+        @pl.when(tail & cleans)
         def _zero() -> None:
             for d in range(0, self.spec.head_dim, 64):
                 part = values.at[:, pl.ds(d, 64)]
@@ -539,7 +545,7 @@ class _Kernel:
             plgpu.commit_smem()
             plgpu.barrier_arrive(clean)
 
-        pl.when(tail & jnp.logical_not(owns) & (high == item.high))(lambda: plgpu.barrier_wait(clean))
+        pl.when(tail & (high == item.high))(lambda: plgpu.barrier_wait(clean))
 
     def sinks(self, sink_ref: Ref, head: Array) -> Array:
         """The sink of each row's head, in base 2."""
