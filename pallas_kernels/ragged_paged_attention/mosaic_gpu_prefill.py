@@ -40,6 +40,8 @@ ROWS = 64
 CONSUMERS = 2
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
+ROW_BLOCKS = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+"""Blocks of 8 x 64 elements spread over a warpgroup, 4 consecutive ones for each thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ def prefill(
     tuning: PrefillTuning,
 ) -> Float[Array, "T H D"]:
     """Attention of the queries that `tiles` names; other rows of the result are not written. q has spec.compute_dtype, T >= span."""
-    inputs = [q, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, tiles, num_tiles]
+    columns = jnp.arange(tuning.keys, dtype=jnp.int32)
+    inputs = [q, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, tiles, num_tiles, columns]
     if scales is not None:
         inputs.append(scale_rows(scales))
     if sinks is not None:
@@ -141,7 +144,6 @@ def prefill(
     D, keys, stages, converted = spec.head_dim, tuning.keys, tuning.stages, tuning.converted
     compute = spec.compute_dtype
     dynamic = spec.scales == "dynamic"
-    stored_consumers = 1 if spec.quantized else CONSUMERS
     arrivals = spec.page_copies(keys) * (2 if dynamic else 1)
 
     def scaled_keys() -> Any:
@@ -166,17 +168,12 @@ def prefill(
             "v_scale": scaled_keys(),
             "k_converted": tiled((converted, keys, D), compute) if spec.quantized else None,
             "v_converted": tiled((converted, keys, D), compute) if spec.quantized else None,
-            "q_full": plgpu.Barrier(num_barriers=CONSUMERS),
-            "q_free": plgpu.Barrier(num_barriers=CONSUMERS),
-            "k_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            "v_full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            "k_free": plgpu.Barrier(num_arrivals=stored_consumers, num_barriers=stages),
-            "v_free": plgpu.Barrier(num_arrivals=stored_consumers, num_barriers=stages),
-            "k_ready": plgpu.Barrier(num_barriers=converted) if spec.quantized else None,
-            "v_ready": plgpu.Barrier(num_barriers=converted) if spec.quantized else None,
-            "k_done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=converted) if spec.quantized else None,
-            "v_done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=converted) if spec.quantized else None,
-            "tail_clean": None if spec.quantized else plgpu.Barrier(num_arrivals=CONSUMERS),
+            # Few arrays of barriers rather than many barriers: each array costs the consumers a uniform register.
+            "queries": plgpu.Barrier(num_barriers=2 * CONSUMERS),
+            "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=2 * stages),
+            "free": plgpu.Barrier(num_arrivals=1 if spec.quantized else CONSUMERS, num_barriers=2 * stages + 1),
+            "ready": plgpu.Barrier(num_barriers=2 * converted) if spec.quantized else None,
+            "done": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2 * converted) if spec.quantized else None,
         },
     )(*inputs)
 
@@ -198,22 +195,32 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Ring:
-    """A consumer's view of one ring of tiles: slot of tile number t, when it is full, and how to give it back."""
+    """One ring of tiles: tile number t lies in slot t % slots. Its barriers are full[first + slot] and free[first + slot]."""
 
     tiles: Ref
     full: Ref
     free: Ref
     slots: int
+    first: int
 
     def slot(self, t: Array) -> Array:
         return lax.rem(t, jnp.int32(self.slots))
 
     def wait(self, t: Array) -> Ref:
-        plgpu.barrier_wait(self.full.at[self.slot(t)])
+        """The tile, once it is full."""
+        plgpu.barrier_wait(self.full.at[self.slot(t) + self.first])
         return self.tiles.at[self.slot(t)]
 
     def release(self, t: Array) -> None:
-        plgpu.barrier_arrive(self.free.at[self.slot(t)])
+        plgpu.barrier_arrive(self.free.at[self.slot(t) + self.first])
+
+    def claim(self, t: Array) -> Ref:
+        """The tile's place, once its former tile is released; the first round finds it empty."""
+        pl.when(t >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[self.slot(t) + self.first]))
+        return self.tiles.at[self.slot(t)]
+
+    def publish(self, t: Array) -> None:
+        plgpu.barrier_arrive(self.full.at[self.slot(t) + self.first])
 
 
 @dataclass(frozen=True)
@@ -227,54 +234,76 @@ class _Kernel:
     num_rows: int
     has_scales: bool
 
+    def stored(self, s: dict[str, Ref]) -> tuple[_Ring, _Ring]:
+        """The rings of keys and of values as they come from the pool."""
+        slots = self.tuning.stages
+        return tuple(_Ring(s[f"{n}_stored"], s["full"], s["free"], slots, i * slots) for i, n in enumerate("kv"))  # type: ignore[return-value]
+
+    def converted(self, s: dict[str, Ref]) -> tuple[_Ring, _Ring]:
+        """The rings of 16-bit keys and values, for 8-bit pools."""
+        slots = self.tuning.converted
+        return tuple(_Ring(s[f"{n}_converted"], s["ready"], s["done"], slots, i * slots) for i, n in enumerate("kv"))  # type: ignore[return-value]
+
+    def tail_clean(self, item: _Item, s: dict[str, Ref]) -> Ref:
+        """The barrier of `clean_tail`. Its index is constant, but not to the compiler, which would otherwise spill its address."""
+        return s["free"].at[2 * self.tuning.stages + jnp.where(item.tokens > 0, 0, 1)]
+
     def body(self, *refs: Ref, **scratch: Ref) -> None:
-        q_ref, pool, layer_ref, table, tiles, num_tiles, *rest, out_ref = refs
+        q_ref, pool, layer_ref, table, tiles, num_tiles, columns, *rest, out_ref = refs
         scale_ref = rest.pop(0) if self.has_scales else None
         sink_ref = rest.pop(0) if self.spec.has_sinks else None
         wg = lax.axis_index("wg")
         quantized = self.spec.quantized
-        consumers, converter, producer = ((200, 72, 40) if quantized else (224, 0, 56))
+        consumers, converter, producer = ((200, 72, 40) if quantized else (240, 0, 24))
 
-        @pl.when(wg < CONSUMERS)
-        def _consume() -> None:
+        def consume() -> None:
             plgpu.set_max_registers(consumers, action="increase")
-            self.consume(wg, layer_ref, tiles, num_tiles, scale_ref, sink_ref, out_ref, scratch)
+            self.consume(wg, layer_ref, tiles, num_tiles, columns, scale_ref, sink_ref, out_ref, scratch)
 
-        @pl.when(wg == CONSUMERS)
-        def _produce() -> None:
+        def produce() -> None:
             plgpu.set_max_registers(producer, action="decrease")
             self.produce(q_ref, pool, layer_ref, table, tiles, num_tiles, scale_ref, scratch)
 
-        if quantized:
+        def convert() -> None:
+            plgpu.set_max_registers(converter, action="decrease")
+            self.convert(tiles, num_tiles, scratch)
 
-            @pl.when(wg == CONSUMERS + 1)
-            def _convert() -> None:
-                plgpu.set_max_registers(converter, action="decrease")
-                self.convert(tiles, num_tiles, scratch)
+        def copy_or_convert() -> None:
+            lax.cond(wg == CONSUMERS, produce, convert) if quantized else produce()
+
+        # One or the other: with a sequence of `when`s, what later roles need would live through the consumers' code.
+        lax.cond(wg < CONSUMERS, consume, copy_or_convert)
 
     def for_items(self, tiles: Ref, num_tiles: Ref, visit: Callable[[Array, Array, _Item], None]) -> None:
         """Calls visit(index, tiles before it, item) for each item of this block."""
-        block, blocks = lax.axis_index("block"), jnp.int32(self.tuning.num_blocks)
-        tile_heads = self.spec.num_kv_heads * self.shape.splits
-        total = num_tiles[0] * tile_heads
 
-        def work_of(i: Array) -> Array:
-            return i * blocks + jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, blocks - 1 - block)
+        def more(i: Array) -> Array:
+            return self.work(i) < num_tiles[0] * (self.spec.num_kv_heads * self.shape.splits)
 
-        def step(i: Array, before: Array) -> Array:
-            work = work_of(i)
-            tile, tile_head = lax.div(work, jnp.int32(tile_heads)), lax.rem(work, jnp.int32(tile_heads))
-            sequence, row, position, tokens, kv_len = (tiles[tile, j] for j in range(5))
-            low = lax.div(first_visible_key(self.spec, position), jnp.int32(self.tuning.keys))
-            high = lax.div(position + tokens - 1, jnp.int32(self.tuning.keys)) + 1
-            kv_head = lax.div(tile_head, jnp.int32(self.shape.splits))
-            item = _Item(sequence, row, position, tokens, kv_len, kv_head, tile_head * self.shape.heads, low, high)
+        def step(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            i, before, _ = carry
+            item = self.item(tiles, i)
             visit(i, before, item)
-            return before + high - low
+            # Whether there are more is read from memory each time: a bound would sit in a register meanwhile.
+            return i + 1, before + item.high - item.low, more(i + 1)
 
-        rounds = lax.div(total, blocks)
-        mine = jnp.where(work_of(rounds) < total, rounds + 1, rounds)
-        lax.fori_loop(0, mine, step, jnp.int32(0))
+        lax.while_loop(lambda carry: carry[2], step, (jnp.int32(0), jnp.int32(0), more(jnp.int32(0))))
+
+    def work(self, i: Array) -> Array:
+        """The block's i-th place in the list of items: to and fro, so that early blocks do not get all of the longest."""
+        block, blocks = lax.axis_index("block"), jnp.int32(self.tuning.num_blocks)
+        return i * blocks + jnp.where(lax.rem(i, jnp.int32(2)) == 0, block, blocks - 1 - block)
+
+    def item(self, tiles: Ref, i: Array) -> _Item:
+        """The block's i-th item, read from global memory."""
+        tile_heads = jnp.int32(self.spec.num_kv_heads * self.shape.splits)
+        work = self.work(i)
+        tile, tile_head = lax.div(work, tile_heads), lax.rem(work, tile_heads)
+        sequence, row, position, tokens, kv_len = (tiles[tile, j] for j in range(5))
+        low = lax.div(first_visible_key(self.spec, position), jnp.int32(self.tuning.keys))
+        high = lax.div(position + tokens - 1, jnp.int32(self.tuning.keys)) + 1
+        kv_head = lax.div(tile_head, jnp.int32(self.shape.splits))
+        return _Item(sequence, row, position, tokens, kv_len, kv_head, tile_head * self.shape.heads, low, high)
 
     def rows_of(self, item: _Item, wg: Any) -> tuple[Array, Array, Array, Array]:
         """(first row, position of its token, first valid token, valid tokens) of one warpgroup's rows.
@@ -291,15 +320,13 @@ class _Kernel:
         self, q_ref: Ref, pool: Ref, layer_ref: Ref, table: Ref, tiles: Ref, num_tiles: Ref, scale_ref: Ref | None, s: dict[str, Ref]
     ) -> None:
         """Copies queries, and the pages of keys and values into their rings."""
-        spec, shape, stages = self.spec, self.shape, self.tuning.stages
+        spec = self.spec
         dynamic = spec.scales == "dynamic"
         layer_row = layer_ref[0] * self.num_pages
 
         def visit(index: Array, before: Array, item: _Item) -> None:
             def copy(j: Array, t: Array) -> Array:
-                slot = lax.rem(t, jnp.int32(stages))
-                for which, name in enumerate("kv"):
-                    pl.when(t >= stages)(lambda name=name: plgpu.barrier_wait(s[f"{name}_free"].at[slot]))
+                for which, (name, ring) in enumerate(zip("kv", self.stored(s), strict=True)):
                     copy_tile(
                         spec,
                         pool=pool,
@@ -308,9 +335,9 @@ class _Kernel:
                         page_ids=table.at[item.sequence],
                         key0=j * self.tuning.keys,
                         kv_len=item.kv_len,
-                        tile=s[f"{name}_stored"].at[slot],
-                        tile_scales=s[f"{name}_scale"].at[slot] if dynamic else None,
-                        barrier=s[f"{name}_full"].at[slot],
+                        tile=ring.claim(t),
+                        tile_scales=s[f"{name}_scale"].at[ring.slot(t)] if dynamic else None,
+                        barrier=ring.full.at[ring.slot(t) + ring.first],
                     )
                 # After the first tile, whose slot is free before the queries' is.
                 pl.when(j == item.low)(lambda: self.load_queries(q_ref, index, item, s))
@@ -323,12 +350,11 @@ class _Kernel:
     def load_queries(self, q_ref: Ref, index: Array, item: _Item, s: dict[str, Ref]) -> None:
         """Brings the item's queries to shared memory, through registers: TMA would need rows aligned to 8."""
         span, D = self.shape.span, self.spec.head_dim
-        rows = min(span, 4096 // D)
-        together = 4096 // (rows * D)
-        layout = plgpu.Layout.SMEM_GMEM_COPY((rows, D), self.spec.compute_dtype, 128)
+        rows = min(span, 2048 // D)
+        together = 2048 // (rows * D)
         for wg in range(CONSUMERS):
             row, *_ = self.rows_of(item, wg)
-            pl.when(index > 0)(lambda wg=wg: plgpu.barrier_wait(s["q_free"].at[wg]))
+            pl.when(index > 0)(lambda wg=wg: plgpu.barrier_wait(s["queries"].at[CONSUMERS + wg]))
 
             @pl.loop(0, ROWS // (rows * together))
             def _some(i: Array, wg: int = wg, row: Array = row) -> None:
@@ -337,45 +363,42 @@ class _Kernel:
                     at = pl.multiple_of((i * together + k) * rows, rows)
                     head, token = lax.div(at, jnp.int32(span)), lax.rem(at, jnp.int32(span))
                     source = q_ref.at[pl.ds(row + token, rows), item.head + head]
-                    loaded.append((at, plgpu.load(source, layout=layout, optimized=False)))
+                    loaded.append((at, plgpu.load(source, layout=ROW_BLOCKS, optimized=False)))
                 for at, block in loaded:
                     s["q_smem"].at[wg, pl.ds(at, rows)][...] = block
 
             plgpu.commit_smem()
-            plgpu.barrier_arrive(s["q_full"].at[wg])
+            plgpu.barrier_arrive(s["queries"].at[wg])
 
     def convert(self, tiles: Ref, num_tiles: Ref, s: dict[str, Ref]) -> None:
         """Turns stored 8-bit tiles into 16-bit ones, with dynamic scales applied and rows beyond the sequence's end as zeros."""
-        spec, keys, converted = self.spec, self.tuning.keys, self.tuning.converted
+        spec, keys = self.spec, self.tuning.keys
         layout = plgpu.Layout.SMEM_GMEM_COPY((keys, 64), spec.compute_dtype, 128)
 
         def visit(index: Array, before: Array, item: _Item) -> None:
             del index
 
             def tile(j: Array, t: Array) -> Array:
-                stored, slot = lax.rem(t, jnp.int32(self.tuning.stages)), lax.rem(t, jnp.int32(converted))
-                for name in "kv":
-                    plgpu.barrier_wait(s[f"{name}_full"].at[stored])
-                    pl.when(t >= converted)(lambda name=name: plgpu.barrier_wait(s[f"{name}_done"].at[slot]))
+                for name, stored, converted in zip("kv", self.stored(s), self.converted(s), strict=True):
+                    source, target = stored.wait(t), converted.claim(t)
                     scale = None
                     if spec.scales == "dynamic":
-                        scale = plgpu.load(s[f"{name}_scale"].at[stored], layout=layout.reduce(1), optimized=False)
+                        scale = plgpu.load(s[f"{name}_scale"].at[stored.slot(t)], layout=layout.reduce(1), optimized=False)
 
                     @pl.loop(0, spec.head_dim // 64)
-                    def _part(i: Array, name: str = name, scale: Array | None = scale) -> None:
+                    def _part(i: Array, source: Ref = source, target: Ref = target, scale: Array | None = scale) -> None:
                         columns = pl.ds(pl.multiple_of(i * 64, 64), 64)
-                        loaded = plgpu.load(s[f"{name}_stored"].at[stored, :, columns], layout=layout, optimized=False)
-                        values = loaded.astype(spec.compute_dtype)
+                        values = plgpu.load(source.at[:, columns], layout=layout, optimized=False).astype(spec.compute_dtype)
                         if scale is not None:
                             values = values.astype(jnp.float32) * lax.broadcast_in_dim(scale, values.shape, [0])
                             values = values.astype(spec.compute_dtype)
                         row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
                         values = jnp.where(row < item.kv_len - j * keys, values, jnp.zeros_like(values))
-                        s[f"{name}_converted"].at[slot, :, columns][...] = values
+                        target.at[:, columns][...] = values
 
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(s[f"{name}_free"].at[stored])
-                    plgpu.barrier_arrive(s[f"{name}_ready"].at[slot])
+                    stored.release(t)
+                    converted.publish(t)
                 return t + 1
 
             lax.fori_loop(item.low, item.high, tile, before)
@@ -388,6 +411,7 @@ class _Kernel:
         layer_ref: Ref,
         tiles: Ref,
         num_tiles: Ref,
+        columns: Ref,
         scale_ref: Ref | None,
         sink_ref: Ref | None,
         out_ref: Ref,
@@ -395,17 +419,11 @@ class _Kernel:
     ) -> None:
         """Attention of one warpgroup's 64 rows, item after item."""
         spec, shape, N = self.spec, self.shape, self.tuning.keys
-        if spec.quantized:
-            key_ring, value_ring = (
-                _Ring(s[f"{n}_converted"], s[f"{n}_ready"], s[f"{n}_done"], self.tuning.converted) for n in "kv"
-            )
-        else:
-            key_ring, value_ring = (_Ring(s[f"{n}_stored"], s[f"{n}_full"], s[f"{n}_free"], self.tuning.stages) for n in "kv")
+        key_ring, value_ring = self.converted(s) if spec.quantized else self.stored(s)
         q_smem = s["q_smem"].at[wg]
 
         def visit(index: Array, before: Array, item: _Item) -> None:
-            del index
-            row, position, first_valid, tokens = self.rows_of(item, wg)
+            _, position, _, tokens = self.rows_of(item, wg)
             own_first = item.position + wg * shape.span
             own_last = own_first + tokens - 1
             low = jnp.where(tokens > 0, lax.div(first_visible_key(spec, own_first), jnp.int32(N)), item.high)
@@ -420,8 +438,8 @@ class _Kernel:
 
             cleans = self.cleans_tail(item, wg)
             if not spec.quantized:
-                pl.when(self.has_tail(item) & jnp.logical_not(cleans))(lambda: plgpu.barrier_arrive(s["tail_clean"]))
-            plgpu.barrier_wait(s["q_full"].at[wg])
+                pl.when(self.has_tail(item) & jnp.logical_not(cleans))(lambda: plgpu.barrier_arrive(self.tail_clean(item, s)))
+            plgpu.barrier_wait(s["queries"].at[wg])
             lax.fori_loop(item.low, low, skip, None)
 
             key_scale = value_scale = None
@@ -434,7 +452,9 @@ class _Kernel:
                 scores, factor = scaled_dots(spec, dots, key_scale)
                 if masked:
                     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA) & (shape.span - 1)
-                    behind = position + token - (j * N + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA))
+                    # Read, not made by an iota: that would be hoisted out of the loops and fill registers there.
+                    column = plgpu.load(columns, layout=WGMMA.reduce(0), optimized=False)
+                    behind = (position - j * N) + token - lax.broadcast_in_dim(column, scores.shape, [1])
                     seen = behind >= 0
                     if spec.sliding_window is not None:
                         seen &= behind < spec.sliding_window
@@ -493,11 +513,11 @@ class _Kernel:
                 carry = lax.fori_loop(begin, end, lambda j, c: step(j, c, masked=False), carry)
                 carry = lax.fori_loop(end, high, lambda j, c: step(j, c, masked=True), carry)
                 acc, top, total, weights = carry
-                plgpu.barrier_arrive(s["q_free"].at[wg])
+                plgpu.barrier_arrive(s["queries"].at[CONSUMERS + wg])
 
                 values = value_ring.wait(number + high - 1)
                 if not spec.quantized:
-                    self.clean_tail(values, item, cleans, high, s["tail_clean"])
+                    self.clean_tail(values, item, cleans, high, self.tail_clean(item, s))
 
                 def last(acc_ref: Ref) -> Array:
                     acc_ref[...] = acc
@@ -508,13 +528,14 @@ class _Kernel:
                 value_ring.release(number + high - 1)
                 inverse = 1.0 / total if value_scale is None else value_scale / total
                 acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
-                self.write(acc.astype(spec.compute_dtype), out_ref, s["out_smem"].at[wg], row, item.head, first_valid, tokens)
+                # Read again: what only the writing needs would otherwise sit in registers during the loops.
+                self.write(acc.astype(spec.compute_dtype), out_ref, s["out_smem"].at[wg], self.item(tiles, index), wg)
 
-            pl.when(tokens == 0)(lambda: plgpu.barrier_arrive(s["q_free"].at[wg]))
+            pl.when(tokens == 0)(lambda: plgpu.barrier_arrive(s["queries"].at[CONSUMERS + wg]))
             lax.fori_loop(high, item.high, skip, None)
             if not spec.quantized:
                 waits = (high < item.high) | (tokens == 0)
-                pl.when(self.has_tail(item) & waits)(lambda: plgpu.barrier_wait(s["tail_clean"]))
+                pl.when(self.has_tail(item) & waits)(lambda: plgpu.barrier_wait(self.tail_clean(item, s)))
 
         self.for_items(tiles, num_tiles, visit)
 
@@ -556,9 +577,10 @@ class _Kernel:
             out = jnp.where(mine, lax.broadcast_in_dim(sink_ref[head + g], row.shape, []), out)
         return out.max(axis=1)
 
-    def write(self, out: Array, out_ref: Ref, staged: Ref, row: Array, head: Array, first_valid: Array, tokens: Array) -> None:
+    def write(self, out: Array, out_ref: Ref, staged: Ref, item: _Item, wg: Array) -> None:
         """Stores a warpgroup's rows: whole blocks of `span` tokens, or token by token where some belong to others."""
-        span, columns = self.shape.span, staged_columns(self.spec)
+        span, columns, head = self.shape.span, staged_columns(self.spec), item.head
+        row, _, first_valid, tokens = self.rows_of(item, wg)
         for d in range(0, self.spec.head_dim, columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.store(staged, out[:, d : d + columns], optimized=False)
