@@ -420,7 +420,6 @@ class _Kernel:
         """Attention of one warpgroup's 64 rows, item after item."""
         spec, shape, N = self.spec, self.shape, self.tuning.keys
         key_ring, value_ring = self.converted(s) if spec.quantized else self.stored(s)
-        q_smem = s["q_smem"].at[wg]
 
         def visit(index: Array, before: Array, item: _Item) -> None:
             _, position, _, tokens = self.rows_of(item, wg)
@@ -465,7 +464,9 @@ class _Kernel:
                 return new_top, total * shrink + weights.sum(axis=1), weights.astype(spec.compute_dtype), shrink
 
             def start_keys(out: Ref, j: Array) -> None:
-                plgpu.wgmma(out, q_smem, key_ring.wait(number + j).transpose((1, 0)))
+                # The index is wg, but not to the compiler, which would keep all descriptors of the queries in registers.
+                queries = s["q_smem"].at[wg + jnp.where(j < item.high, 0, 1)] if spec.head_dim == 256 else s["q_smem"].at[wg]
+                plgpu.wgmma(out, queries, key_ring.wait(number + j).transpose((1, 0)))
 
             @pl.when(tokens > 0)
             def _attend() -> None:
