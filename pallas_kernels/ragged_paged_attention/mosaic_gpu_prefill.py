@@ -447,7 +447,7 @@ class _Kernel:
                 value_scale = scale_ref[(layer_ref[0] * 2 + 1) * spec.num_kv_heads + item.kv_head]
 
             def softmax(dots: Array, j: Array, top: Array, total: Array, masked: bool) -> tuple[Array, Array, Array, Array]:
-                """(top, total, weights in 16 bits, factor by which earlier results shrink)."""
+                """(top, total, weights, factor by which earlier results shrink)."""
                 scores, factor = scaled_dots(spec, dots, key_scale)
                 if masked:
                     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA) & (shape.span - 1)
@@ -461,7 +461,7 @@ class _Kernel:
                 new_top = jnp.maximum(top, scores.max(axis=1) * factor)
                 shrink = jnp.exp2(top - new_top)
                 weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
-                return new_top, total * shrink + weights.sum(axis=1), weights.astype(spec.compute_dtype), shrink
+                return new_top, total * shrink + weights.sum(axis=1), weights, shrink
 
             def start_keys(out: Ref, j: Array) -> None:
                 # The index is wg, but not to the compiler, which would keep all descriptors of the queries in registers.
@@ -484,6 +484,7 @@ class _Kernel:
                 dots = pl.run_scoped(first, plgpu.ACC((ROWS, N), jnp.float32))
                 key_ring.release(number + low)
                 top, total, weights, _ = softmax(dots, low, top, total, masked=True)
+                weights = weights.astype(spec.compute_dtype)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, spec.head_dim), jnp.float32), WGMMA)
 
                 def step(j: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
@@ -496,9 +497,13 @@ class _Kernel:
                         dots = plgpu.wgmma_accumulator_load(dots_ref, wait_n=1)
                         key_ring.release(number + j)
                         new_top, new_total, new_weights, shrink = softmax(dots, j, top, total, masked)
-                        gained = acc_ref[...]
+                        # The first barrier keeps the softmax before the wait for P V, which it is to overlap. The second keeps the
+                        # conversion after it: until then the registers that hold `weights` are being read.
+                        new_weights = lax.optimization_barrier(new_weights)
+                        gained, new_weights = lax.optimization_barrier((acc_ref[...], new_weights))
                         value_ring.release(number + j - 1)
-                        return gained * lax.broadcast_in_dim(shrink, gained.shape, [0]), new_top, new_total, new_weights
+                        gained = gained * lax.broadcast_in_dim(shrink, gained.shape, [0])
+                        return gained, new_top, new_total, new_weights.astype(spec.compute_dtype)
 
                     accumulators = plgpu.ACC((ROWS, N), jnp.float32), plgpu.ACC((ROWS, spec.head_dim), jnp.float32)
                     return pl.run_scoped(overlapped, *accumulators)  # type: ignore[no-any-return]
