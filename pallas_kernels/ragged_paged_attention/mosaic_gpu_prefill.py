@@ -11,7 +11,7 @@ just before it. Tiles that no query of a warpgroup sees are never multiplied, ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,7 @@ def prefill(
         scratch_types={
             "q_smem": tiled((CONSUMERS, ROWS, D), compute),
             "out_smem": plgpu.SMEM((CONSUMERS, ROWS, staged_columns(spec)), compute),
+            "sums": plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
             "k_stored": tiled((stages, keys, D), pages.dtype),
             "v_stored": tiled((stages, keys, D), pages.dtype),
             "k_scale": scaled_keys(),
@@ -373,7 +374,7 @@ class _Kernel:
     def convert(self, tiles: Ref, num_tiles: Ref, s: dict[str, Ref]) -> None:
         """Turns stored 8-bit tiles into 16-bit ones, with dynamic scales applied and rows beyond the sequence's end as zeros."""
         spec, keys = self.spec, self.tuning.keys
-        layout = plgpu.Layout.SMEM_GMEM_COPY((keys, 64), spec.compute_dtype, 128)
+        layout = plgpu.Layout.SMEM_GMEM_COPY((64, 64), spec.compute_dtype, 128)
 
         def visit(index: Array, before: Array, item: _Item) -> None:
             del index
@@ -381,20 +382,20 @@ class _Kernel:
             def tile(j: Array, t: Array) -> Array:
                 for name, stored, converted in zip("kv", self.stored(s), self.converted(s), strict=True):
                     source, target = stored.wait(t), converted.claim(t)
-                    scale = None
-                    if spec.scales == "dynamic":
-                        scale = plgpu.load(s[f"{name}_scale"].at[stored.slot(t)], layout=layout.reduce(1), optimized=False)
+                    scales = s[f"{name}_scale"].at[stored.slot(t)] if spec.scales == "dynamic" else None
 
-                    @pl.loop(0, spec.head_dim // 64)
-                    def _part(i: Array, source: Ref = source, target: Ref = target, scale: Array | None = scale) -> None:
-                        columns = pl.ds(pl.multiple_of(i * 64, 64), 64)
-                        values = plgpu.load(source.at[:, columns], layout=layout, optimized=False).astype(spec.compute_dtype)
-                        if scale is not None:
+                    @pl.loop(0, (keys // 64) * (spec.head_dim // 64))
+                    def _part(i: Array, source: Ref = source, target: Ref = target, scales: Ref | None = scales) -> None:
+                        first = pl.multiple_of(lax.rem(i, jnp.int32(keys // 64)) * 64, 64)
+                        rows, columns = pl.ds(first, 64), pl.ds(pl.multiple_of(lax.div(i, jnp.int32(keys // 64)) * 64, 64), 64)
+                        values = plgpu.load(source.at[rows, columns], layout=layout, optimized=False).astype(spec.compute_dtype)
+                        if scales is not None:
+                            scale = plgpu.load(scales.at[rows], layout=layout.reduce(1), optimized=False)
                             values = values.astype(jnp.float32) * lax.broadcast_in_dim(scale, values.shape, [0])
                             values = values.astype(spec.compute_dtype)
-                        row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
+                        row = first + plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=layout)
                         values = jnp.where(row < item.kv_len - j * keys, values, jnp.zeros_like(values))
-                        target.at[:, columns][...] = values
+                        target.at[rows, columns][...] = values
 
                     plgpu.commit_smem()
                     stored.release(t)
@@ -468,6 +469,14 @@ class _Kernel:
                 queries = s["q_smem"].at[wg + jnp.where(j < item.high, 0, 1)] if spec.head_dim == 256 else s["q_smem"].at[wg]
                 plgpu.wgmma(out, queries, key_ring.wait(number + j).transpose((1, 0)))
 
+            # Two accumulators at head_dim 256: with four warpgroups one `wgmma` may not name more than 128 registers.
+            part = min(spec.head_dim, 128)
+            accumulators = [plgpu.ACC((ROWS, part), jnp.float32)] * (spec.head_dim // part)
+
+            def add_values(acc_refs: Sequence[Ref], weights: Array, values: Ref) -> None:
+                for i, ref in enumerate(acc_refs):
+                    plgpu.wgmma(ref, weights, values.at[:, pl.ds(i * part, part)])
+
             @pl.when(tokens > 0)
             def _attend() -> None:
                 if sink_ref is None:
@@ -485,28 +494,29 @@ class _Kernel:
                 key_ring.release(number + low)
                 top, total, weights, _ = softmax(dots, low, top, total, masked=True)
                 weights = weights.astype(spec.compute_dtype)
-                acc = plgpu.layout_cast(jnp.zeros((ROWS, spec.head_dim), jnp.float32), WGMMA)
+                acc = [plgpu.layout_cast(jnp.zeros((ROWS, part), jnp.float32), WGMMA)] * (spec.head_dim // part)
 
-                def step(j: Array, carry: tuple[Array, ...], masked: bool) -> tuple[Array, ...]:
+                def step(j: Array, carry: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
                     acc, top, total, weights = carry
 
-                    def overlapped(dots_ref: Ref, acc_ref: Ref) -> tuple[Array, ...]:
-                        acc_ref[...] = acc
+                    def overlapped(dots_ref: Ref, *acc_refs: Ref) -> tuple[Any, ...]:
+                        for ref, value in zip(acc_refs, acc, strict=True):
+                            ref[...] = value
                         start_keys(dots_ref, j)
-                        plgpu.wgmma(acc_ref, weights, value_ring.wait(number + j - 1))
-                        dots = plgpu.wgmma_accumulator_load(dots_ref, wait_n=1)
+                        add_values(acc_refs, weights, value_ring.wait(number + j - 1))
+                        dots = plgpu.wgmma_accumulator_load(dots_ref, wait_n=len(acc_refs))
                         key_ring.release(number + j)
                         new_top, new_total, new_weights, shrink = softmax(dots, j, top, total, masked)
-                        # The first barrier keeps the softmax before the wait for P V, which it is to overlap. The second keeps the
-                        # conversion after it: until then the registers that hold `weights` are being read.
-                        new_weights = lax.optimization_barrier(new_weights)
-                        gained, new_weights = lax.optimization_barrier((acc_ref[...], new_weights))
+                        # The store is there for its place alone: without a side effect that needs the softmax, ptxas puts the wait
+                        # for P V before the softmax, which is to run meanwhile. The barrier keeps the conversion after the wait:
+                        # until then the registers that hold `weights` are being read.
+                        plgpu.store(s["sums"].at[wg], new_total, optimized=False)
+                        *gained, new_weights = lax.optimization_barrier((*(ref[...] for ref in acc_refs), new_weights))
                         value_ring.release(number + j - 1)
-                        gained = gained * lax.broadcast_in_dim(shrink, gained.shape, [0])
+                        gained = [part * lax.broadcast_in_dim(shrink, part.shape, [0]) for part in gained]
                         return gained, new_top, new_total, new_weights.astype(spec.compute_dtype)
 
-                    accumulators = plgpu.ACC((ROWS, N), jnp.float32), plgpu.ACC((ROWS, spec.head_dim), jnp.float32)
-                    return pl.run_scoped(overlapped, *accumulators)  # type: ignore[no-any-return]
+                    return pl.run_scoped(overlapped, plgpu.ACC((ROWS, N), jnp.float32), *accumulators)  # type: ignore[no-any-return]
 
                 carry = (acc, top, total, weights)
                 # Tiles [begin, end) are seen by every query of the warpgroup.
@@ -525,17 +535,18 @@ class _Kernel:
                 if not spec.quantized:
                     self.clean_tail(values, item, cleans, high, self.tail_clean(item, s))
 
-                def last(acc_ref: Ref) -> Array:
-                    acc_ref[...] = acc
-                    plgpu.wgmma(acc_ref, weights, values)
-                    return acc_ref[...]
+                def last(*acc_refs: Ref) -> list[Array]:
+                    for ref, value in zip(acc_refs, acc, strict=True):
+                        ref[...] = value
+                    add_values(acc_refs, weights, values)
+                    return [ref[...] for ref in acc_refs]
 
-                acc = pl.run_scoped(last, plgpu.ACC((ROWS, spec.head_dim), jnp.float32))
+                acc = pl.run_scoped(last, *accumulators)
                 value_ring.release(number + high - 1)
                 inverse = 1.0 / total if value_scale is None else value_scale / total
-                acc = acc * lax.broadcast_in_dim(inverse, acc.shape, [0])
+                out = [(x * lax.broadcast_in_dim(inverse, x.shape, [0])).astype(spec.compute_dtype) for x in acc]
                 # Read again: what only the writing needs would otherwise sit in registers during the loops.
-                self.write(acc.astype(spec.compute_dtype), out_ref, s["out_smem"].at[wg], self.item(tiles, index), wg)
+                self.write(out, out_ref, s["out_smem"].at[wg], self.item(tiles, index), wg)
 
             pl.when(tokens == 0)(lambda: plgpu.barrier_arrive(s["queries"].at[CONSUMERS + wg]))
             lax.fori_loop(high, item.high, skip, None)
@@ -583,13 +594,14 @@ class _Kernel:
             out = jnp.where(mine, lax.broadcast_in_dim(sink_ref[head + g], row.shape, []), out)
         return out.max(axis=1)
 
-    def write(self, out: Array, out_ref: Ref, staged: Ref, item: _Item, wg: Array) -> None:
+    def write(self, out: list[Array], out_ref: Ref, staged: Ref, item: _Item, wg: Array) -> None:
         """Stores a warpgroup's rows: whole blocks of `span` tokens, or token by token where some belong to others."""
         span, columns, head = self.shape.span, staged_columns(self.spec), item.head
         row, _, first_valid, tokens = self.rows_of(item, wg)
         for d in range(0, self.spec.head_dim, columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.store(staged, out[:, d : d + columns], optimized=False)
+            part = out[d // 128]
+            plgpu.store(staged, part if columns == part.shape[1] else part[:, d % 128 : d % 128 + columns], optimized=False)
             plgpu.commit_smem()
 
             @pl.when(tokens == span)
