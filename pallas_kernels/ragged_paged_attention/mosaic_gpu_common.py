@@ -33,7 +33,7 @@ Ref = Any
 class CallSpec:
     """Everything static about one attention call.
 
-    group: query heads per KV head. scales: how a quantized pool is scaled, "dynamic" is one float32 per token and head,
+    group: query heads per KV head. scales: how a quantized pool is scaled, "token" is one float32 per token and head,
     "static" one per layer and head. softmax_scale, sliding_window, soft_cap, has_sinks: see the entry point's contract.
     """
 
@@ -42,7 +42,7 @@ class CallSpec:
     head_dim: int
     page_size: int
     kv_dtype: str
-    scales: Literal["none", "static", "dynamic"]
+    scales: Literal["none", "static", "token"]
     softmax_scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
@@ -67,7 +67,7 @@ class CallSpec:
 
         A dynamic scale is amax / (largest quantized value), so the product with the gain is of the size of amax itself.
         """
-        if self.scales != "dynamic":
+        if self.scales != "token":
             return 1.0
         return {"float8_e4m3fn": 2.0**8, "float8_e5m2": 2.0**15}.get(self.kv_dtype, 1.0)
 
@@ -107,7 +107,7 @@ def copy_tile(
 
     first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the barrier's arrivals is
     given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's keys and below kv_len.
-    The barrier takes `spec.page_copies(keys)` arrivals, twice as many with dynamic scales.
+    The barrier takes `spec.page_copies(keys)` arrivals, twice as many with token scales.
     """
     keys = tile.shape[0]
     step = min(spec.page_size, keys)

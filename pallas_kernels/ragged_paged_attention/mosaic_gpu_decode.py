@@ -52,7 +52,7 @@ def shared_bytes(spec: CallSpec, tuning: DecodeTuning) -> int:
     kv = 2 * KEY_TILE * spec.head_dim * jnp.dtype(spec.kv_dtype).itemsize
     group = padded_group(spec)
     queries = group * spec.head_dim * 2
-    scales = 2 * KEY_TILE * 4 if spec.scales == "dynamic" else 0
+    scales = 2 * KEY_TILE * 4 if spec.scales == "token" else 0
     converted = 2 * KEY_TILE * spec.head_dim * 2 if spec.quantized else 0
     return tuning.stages * (kv + queries + scales) + converted + group * KEY_TILE * 2
 
@@ -150,7 +150,7 @@ def _attend(
     inputs = [queries, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, work.sequences, work.blocks]
     if scales is not None:
         inputs.append(scale_rows(scales))
-    dynamic = spec.scales == "dynamic"
+    dynamic = spec.scales == "token"
     compute = spec.compute_dtype
 
     def body(*refs: Ref) -> None:

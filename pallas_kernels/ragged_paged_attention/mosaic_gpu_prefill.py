@@ -80,7 +80,7 @@ def staged_columns(spec: CallSpec) -> int:
 def shared_bytes(spec: CallSpec, tuning: PrefillTuning) -> int:
     """Shared memory of one block's buffers, barriers and reduction scratch excluded."""
     D = spec.head_dim
-    stored = 2 * tuning.stages * tuning.keys * (D * jnp.dtype(spec.kv_dtype).itemsize + (4 if spec.scales == "dynamic" else 0))
+    stored = 2 * tuning.stages * tuning.keys * (D * jnp.dtype(spec.kv_dtype).itemsize + (4 if spec.scales == "token" else 0))
     return stored + 2 * tuning.converted * tuning.keys * D * 2 + CONSUMERS * ROWS * (D + staged_columns(spec)) * 2
 
 
@@ -91,7 +91,7 @@ def plan(
     cu_q_lens: Int[Array, " S+1"],
     q_lens: Int[Array, " S"],
     kv_lens: Int[Array, " S"],
-) -> tuple[Int[Array, "tiles 5"], Int[Array, " 1"]]:
+) -> tuple[Int[Array, "tiles 5"], Int[Array, ""]]:
     """Cuts the queries of the sequences with q_lens > 0 into tiles, the most expensive first, and counts them.
 
     A tile is (sequence, row of its first token, that token's position, tokens, kv_len).
@@ -110,7 +110,7 @@ def plan(
     cost = last // tuning.keys - first_visible_key(spec, position) // tuning.keys + 1
     order = jnp.argsort(jnp.where(used, -cost, 1), stable=True)
     tiles = jnp.stack([s, cu_q_lens[s] + offset, position, tokens, kv_lens[s]], axis=1)[order]
-    return tiles.astype(jnp.int32), until[-1:].astype(jnp.int32)
+    return tiles.astype(jnp.int32), until[-1].astype(jnp.int32)
 
 
 def tile_steps(spec: CallSpec, keys: int, position: int, tokens: int) -> int:
@@ -128,22 +128,26 @@ def prefill(
     layer: Int[Array, ""],
     page_table: Int[Array, "S W"],
     tiles: Int[Array, "tiles 5"],
-    num_tiles: Int[Array, " 1"],
+    counts: Int[Array, " 2"],
     sinks: Float[Array, " H"] | None,
     *,
     spec: CallSpec,
     tuning: PrefillTuning,
 ) -> Float[Array, "T H D"]:
-    """Attention of the queries that `tiles` names; other rows of the result are not written. q has spec.compute_dtype, T >= span."""
+    """Attention of the queries that `tiles` names. q has spec.compute_dtype, and T >= span.
+
+    counts: the number of tiles in use, and the row from which on there is only padding: those rows are zero in the result. The rows of
+    sequences that have no tile are not written.
+    """
     columns = jnp.arange(tuning.keys, dtype=jnp.int32)
-    inputs = [q, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, tiles, num_tiles, columns]
+    inputs = [q, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, tiles, counts, columns]
     if scales is not None:
         inputs.append(scale_rows(scales))
     if sinks is not None:
         inputs.append(sinks.astype(jnp.float32) * LOG2E)
     D, keys, stages, converted = spec.head_dim, tuning.keys, tuning.stages, tuning.converted
     compute = spec.compute_dtype
-    dynamic = spec.scales == "dynamic"
+    dynamic = spec.scales == "token"
     arrivals = spec.page_copies(keys) * (2 if dynamic else 1)
 
     def scaled_keys() -> Any:
@@ -322,7 +326,7 @@ class _Kernel:
     ) -> None:
         """Copies queries, and the pages of keys and values into their rings."""
         spec = self.spec
-        dynamic = spec.scales == "dynamic"
+        dynamic = spec.scales == "token"
         layer_row = layer_ref[0] * self.num_pages
 
         def visit(index: Array, before: Array, item: _Item) -> None:
@@ -372,7 +376,7 @@ class _Kernel:
             plgpu.barrier_arrive(s["queries"].at[wg])
 
     def convert(self, tiles: Ref, num_tiles: Ref, s: dict[str, Ref]) -> None:
-        """Turns stored 8-bit tiles into 16-bit ones, with dynamic scales applied and rows beyond the sequence's end as zeros."""
+        """Turns stored 8-bit tiles into 16-bit ones, with token scales applied and rows beyond the sequence's end as zeros."""
         spec, keys = self.spec, self.tuning.keys
         layout = plgpu.Layout.SMEM_GMEM_COPY((64, 64), spec.compute_dtype, 128)
 
@@ -382,7 +386,7 @@ class _Kernel:
             def tile(j: Array, t: Array) -> Array:
                 for name, stored, converted in zip("kv", self.stored(s), self.converted(s), strict=True):
                     source, target = stored.wait(t), converted.claim(t)
-                    scales = s[f"{name}_scale"].at[stored.slot(t)] if spec.scales == "dynamic" else None
+                    scales = s[f"{name}_scale"].at[stored.slot(t)] if spec.scales == "token" else None
 
                     @pl.loop(0, (keys // 64) * (spec.head_dim // 64))
                     def _part(i: Array, source: Ref = source, target: Ref = target, scales: Ref | None = scales) -> None:
@@ -421,6 +425,7 @@ class _Kernel:
         """Attention of one warpgroup's 64 rows, item after item."""
         spec, shape, N = self.spec, self.shape, self.tuning.keys
         key_ring, value_ring = self.converted(s) if spec.quantized else self.stored(s)
+        self.zero_padding(out_ref, s["out_smem"].at[wg], num_tiles[1], wg)
 
         def visit(index: Array, before: Array, item: _Item) -> None:
             _, position, _, tokens = self.rows_of(item, wg)
@@ -593,6 +598,26 @@ class _Kernel:
             mine = (row >= g * self.shape.span) & (row < (g + 1) * self.shape.span)
             out = jnp.where(mine, lax.broadcast_in_dim(sink_ref[head + g], row.shape, []), out)
         return out.max(axis=1)
+
+    def zero_padding(self, out_ref: Ref, staged: Ref, first: Array, wg: Array) -> None:
+        """Zeroes the rows from `first` on, dealt out over the consumers of all blocks."""
+        num_heads, columns = self.spec.num_kv_heads * self.spec.group, staged_columns(self.spec)
+        together = max(n for n in range(1, ROWS + 1) if num_heads % n == 0)
+        start = first + lax.axis_index("block") * CONSUMERS + wg
+        step = self.tuning.num_blocks * CONSUMERS
+
+        @pl.when(start < self.num_rows)
+        def _zero() -> None:
+            zeros = plgpu.layout_cast(jnp.zeros(staged.shape, staged.dtype), WGMMA)
+            plgpu.store(staged, zeros, optimized=False)
+            plgpu.commit_smem()
+
+            @pl.loop(0, lax.div(self.num_rows - 1 - start, jnp.int32(step)) + 1)
+            def _row(i: Array) -> None:
+                for head in range(0, num_heads, together):
+                    for d in range(0, self.spec.head_dim, columns):
+                        target = out_ref.at[start + i * step, pl.ds(head, together), pl.ds(d, columns)]
+                        plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, together)], target)
 
     def write(self, out: list[Array], out_ref: Ref, staged: Ref, item: _Item, wg: Array) -> None:
         """Stores a warpgroup's rows: whole blocks of `span` tokens, or token by token where some belong to others."""
