@@ -124,7 +124,7 @@ def _plan(spec: CallSpec, tuning: DecodeTuning, order: Int[Array, " S"], lens: I
         longer = rest * (share + 1)
         return jnp.where(tile < longer, tile // (share + 1), rest + (tile - longer) // jnp.maximum(share, 1))
 
-    unit_begin = (starts[:, None] + tiles[:, None] * jnp.arange(K)).reshape(-1)
+    unit_begin = (starts[:, None] + tiles[:, None] * jnp.arange(K)[None, :]).reshape(-1)
     unit_tiles = jnp.repeat(tiles, K)
     first = block_of(unit_begin)
     count = jnp.where(unit_tiles > 0, block_of(unit_begin + unit_tiles - 1) - first + 1, 0)

@@ -70,7 +70,7 @@ def random_batch(
         pages, scale_array = values.astype(np_dtype(kv_dtype)), None
         stored = pages.astype(np.float64)
     else:
-        if scales == "dynamic":
+        if scales == "token":
             scale_array = (np.abs(values).max(-1) / QUANT_MAX[kv_dtype]).astype(np.float32)
             expanded = scale_array[..., None].astype(np.float64)
         else:
@@ -82,7 +82,7 @@ def random_batch(
             pages = np.where(mask, scaled, 127).astype(np.int8)
         else:
             pages = np.where(mask, scaled, np.nan).astype(np.float32).astype(np_dtype(kv_dtype))
-        if scales == "dynamic":
+        if scales == "token":
             scale_array = np.where(mask[..., 0], scale_array, np.nan).astype(np.float32)
         stored = pages.astype(np.float64) * expanded
     starts = np.concatenate([[0], np.cumsum([n for n, _ in lens])])
