@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
-from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.native import library
+from pallas_kernels.ragged_paged_attention import cpu_native, reference
 
-Backend = Literal["reference"]
-BACKENDS: tuple[Backend, ...] = ("reference",)
+Backend = Literal["reference", "cpu_native"]
+BACKENDS: tuple[Backend, ...] = ("reference", "cpu_native")
 
 
 def check_supported(backend: str, layout: KVLayout, *, num_heads: int) -> None:
@@ -25,8 +26,20 @@ def check_supported(backend: str, layout: KVLayout, *, num_heads: int) -> None:
         raise ValueError(
             f"{num_heads} query heads cannot be grouped over {layout.num_kv_heads} KV heads: one must divide the other"
         )
+    if backend == "cpu_native":
+        cpu_native.check_supported(layout)
+        return
     if jnp.dtype(layout.dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         raise ValueError(f"attention backend {backend!r} reads float32 and bfloat16 pools, not {layout.dtype}")
+
+
+def prepare(backend: str) -> None:
+    """Makes ready what `backend` needs in this process: cpu_native builds its library, once for a machine.
+
+    Raises NativeBuildError with one line of reason where that is not possible. Called when an engine is built.
+    """
+    if backend == "cpu_native":
+        library.load()
 
 
 def ragged_paged_attention(
@@ -55,9 +68,13 @@ def ragged_paged_attention(
     sliding_window: keys that a query sees, itself included. logit_soft_cap: cap * tanh(score / cap).
     sinks: one extra logit per head that takes part in the softmax with a value of zero.
     """
-    if backend != "reference":
+    if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
     scoring = reference.Scoring(scale, sliding_window, logit_soft_cap)
+    if backend == "cpu_native":
+        return cpu_native.attend(
+            q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, scoring=scoring, sinks=sinks
+        )
     return reference.attend(
         q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, layout=layout, scoring=scoring, sinks=sinks
     )
