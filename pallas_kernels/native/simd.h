@@ -26,6 +26,18 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
+// Calls body(integral_constant<int, i>) for i in [0, Count). Unlike a loop that the optimizer unrolls later, this gives arrays of
+// vectors constant indices from the start, so that they become registers.
+template <class Body, int... I>
+__attribute__((always_inline)) inline void unroll(Body&& body, std::integer_sequence<int, I...>) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+template <int Count, class Body>
+__attribute__((always_inline)) inline void unroll(Body&& body) {
+  unroll(body, std::make_integer_sequence<int, Count>{});
+}
+#define JAXKV_INLINE __attribute__((always_inline))  // of a lambda, after its parameters
+
 // Below every score, and finite, so that (masked score) - (running maximum) is never inf - inf.
 constexpr float kLowest = -1e30f;
 constexpr float kMasked = -__builtin_inff();

@@ -88,25 +88,47 @@ class KeyFinder {
   // Rows hold D elements; scales are 1 in a pool without them. The table entries of these positions are read, no others.
   template <class Visit>
   void visit(int64_t first, int64_t end, Visit&& visit) const {
+    const int64_t D = call_.shape.D, to_value = rows_to_value();
+    visit_tiles(first, end, [&](int64_t i, int64_t row, int64_t count) {
+      const T* keys = static_cast<const T*>(call_.pages) + row * D;
+      for (int64_t j = 0; j < count; ++j) {
+        const T* key = keys + j * D;
+        const float key_scale = call_.scales ? call_.scales[row + j] : 1.0f;
+        const float value_scale = call_.scales ? call_.scales[row + j + to_value] : 1.0f;
+        visit(i + j, key, key + to_value * D, key_scale, value_scale);
+      }
+    });
+  }
+
+  // Starts to bring the keys and values of [first, end) into the cache.
+  void prefetch(int64_t first, int64_t end) const {
+    constexpr int64_t kCacheLine = 64;
+    const int64_t row_bytes = call_.shape.D * static_cast<int64_t>(sizeof(T)), to_value = rows_to_value() * row_bytes;
+    visit_tiles(first, end, [&](int64_t, int64_t row, int64_t count) {
+      const char* keys = static_cast<const char*>(call_.pages) + row * row_bytes;
+      for (int64_t at = 0; at < count * row_bytes; at += kCacheLine) {
+        __builtin_prefetch(keys + at);
+        __builtin_prefetch(keys + to_value + at);
+      }
+    });
+  }
+
+ private:
+  int64_t rows_to_value() const { return call_.shape.K * call_.shape.page_size; }
+
+  // Calls visit(i, row, count) for each page that positions [first, end) lie on: `count` of them, from first + i on, have their
+  // keys in the rows from `row` on of the layer's [P, 2, K, page] rows.
+  template <class Visit>
+  void visit_tiles(int64_t first, int64_t end, Visit&& visit) const {
     const AttentionShape& shape = call_.shape;
-    const int64_t to_value = shape.K * shape.page_size;  // rows between a key and its value
     for (int64_t at = first; at < end;) {
       const int64_t id = std::clamp<int64_t>(table_[at / shape.page_size], 0, shape.P - 1);
-      const int64_t offset = at % shape.page_size;
-      const int64_t count = std::min(shape.page_size - offset, end - at);
-      const int64_t tile = (id * 2 * shape.K + head_) * shape.page_size + offset;
-      const T* keys = static_cast<const T*>(call_.pages) + tile * shape.D;
-      for (int64_t i = 0; i < count; ++i) {
-        const T* key = keys + i * shape.D;
-        const float key_scale = call_.scales ? call_.scales[tile + i] : 1.0f;
-        const float value_scale = call_.scales ? call_.scales[tile + i + to_value] : 1.0f;
-        visit(at - first + i, key, key + to_value * shape.D, key_scale, value_scale);
-      }
+      const int64_t offset = at % shape.page_size, count = std::min(shape.page_size - offset, end - at);
+      visit(at - first, (id * 2 * shape.K + head_) * shape.page_size + offset, count);
       at += count;
     }
   }
 
- private:
   const AttentionCall& call_;
   const int32_t* table_;
   int64_t head_;

@@ -33,35 +33,26 @@ struct BlockRows {
   int64_t count;
 };
 
-template <class T, class Body>
-inline void for_each_part(Body&& body) {
-  body(std::integral_constant<int, 0>{});
-  if constexpr (Packed<T>::kParts > 1) body(std::integral_constant<int, 1>{});
-  if constexpr (Packed<T>::kParts > 2) {
-    body(std::integral_constant<int, 2>{});
-    body(std::integral_constant<int, 3>{});
-  }
-}
-
 // Partial sums of Heads x kDecodeKeys dot products: partial[h][key][lane], keys `kLanes` vectors per head.
 template <class T, int Heads>
 inline void dot_keys(const T* const* keys, const float* q, int64_t width, float* partial) {
-  Floats sums[kDecodeKeys][Heads] = {};
+  Floats sums[kDecodeKeys][Heads];
+  unroll<kDecodeKeys>([&](auto key) JAXKV_INLINE { unroll<Heads>([&](auto h) JAXKV_INLINE { sums[key][h] = Floats{}; }); });
   for (int64_t d = 0; d < width; d += Packed<T>::kElements) {
     Words words[kDecodeKeys];
-    for (int key = 0; key < kDecodeKeys; ++key) words[key] = load<Words>(keys[key] + d);
-    for_each_part<T>([&](auto part) {
+    unroll<kDecodeKeys>([&](auto key) JAXKV_INLINE { words[key] = load<Words>(keys[key] + d); });
+    unroll<Packed<T>::kParts>([&](auto part) JAXKV_INLINE {
       Floats query[Heads];
-      for (int h = 0; h < Heads; ++h) query[h] = load(q + h * width + d + part * kLanes);
-      for (int key = 0; key < kDecodeKeys; ++key) {
+      unroll<Heads>([&](auto h) JAXKV_INLINE { query[h] = load(q + h * width + d + part * kLanes); });
+      unroll<kDecodeKeys>([&](auto key) JAXKV_INLINE {
         const Floats values = Packed<T>::template part<part>(words[key]);
-        for (int h = 0; h < Heads; ++h) sums[key][h] += values * query[h];
-      }
+        unroll<Heads>([&](auto h) JAXKV_INLINE { sums[key][h] += values * query[h]; });
+      });
     });
   }
-  for (int h = 0; h < Heads; ++h) {
-    for (int key = 0; key < kDecodeKeys; ++key) store(partial + (h * kLanes + key) * kLanes, sums[key][h]);
-  }
+  unroll<Heads>([&](auto h) JAXKV_INLINE {
+    unroll<kDecodeKeys>([&](auto key) JAXKV_INLINE { store(partial + (h * kLanes + key) * kLanes, sums[key][h]); });
+  });
 }
 
 // scores[h][key] = q[h] . key for the block's keys; what follows them up to a multiple of kLanes means nothing.
@@ -81,26 +72,26 @@ void score_heads(const BlockRows<T>& block, const float* q, int64_t width, float
 // acc[h][...] = acc[h][...] * shrink[h] + sum over keys of weights[h][key] * value, for Loads vector loads of each value row.
 template <class T, int Heads, int Loads>
 inline void mix_columns(const BlockRows<T>& block, int64_t column, int64_t width, const float* weights, const float* shrink, float* acc) {
-  constexpr int kParts = Packed<T>::kParts;
-  Floats sums[Heads][Loads * kParts];
-  for (int h = 0; h < Heads; ++h) {
-    for (int v = 0; v < Loads * kParts; ++v) sums[h][v] = load(acc + h * width + column + v * kLanes) * shrink[h];
-  }
+  constexpr int kParts = Packed<T>::kParts, kVectors = Loads * kParts;
+  Floats sums[Heads][kVectors];
+  unroll<Heads>([&](auto h) JAXKV_INLINE {
+    unroll<kVectors>([&](auto v) JAXKV_INLINE { sums[h][v] = load(acc + h * width + column + v * kLanes) * shrink[h]; });
+  });
   for (int64_t key = 0; key < block.count; ++key) {
     const T* row = block.values[key] + column;
     Floats weight[Heads];
-    for (int h = 0; h < Heads; ++h) weight[h] = splat(weights[h * kDecodeBlock + key]);
-    for (int l = 0; l < Loads; ++l) {
+    unroll<Heads>([&](auto h) JAXKV_INLINE { weight[h] = splat(weights[h * kDecodeBlock + key]); });
+    unroll<Loads>([&](auto l) JAXKV_INLINE {
       const Words words = load<Words>(row + l * Packed<T>::kElements);
-      for_each_part<T>([&](auto part) {
+      unroll<kParts>([&](auto part) JAXKV_INLINE {
         const Floats values = Packed<T>::template part<part>(words);
-        for (int h = 0; h < Heads; ++h) sums[h][l * kParts + part] += weight[h] * values;
+        unroll<Heads>([&](auto h) JAXKV_INLINE { sums[h][l * kParts + part] += weight[h] * values; });
       });
-    }
+    });
   }
-  for (int h = 0; h < Heads; ++h) {
-    for (int v = 0; v < Loads * kParts; ++v) store(acc + h * width + column + v * kLanes, sums[h][v]);
-  }
+  unroll<Heads>([&](auto h) JAXKV_INLINE {
+    unroll<kVectors>([&](auto v) JAXKV_INLINE { store(acc + h * width + column + v * kLanes, sums[h][v]); });
+  });
 }
 
 template <class T, int Heads>
@@ -175,6 +166,7 @@ inline int64_t decode_width(int64_t D) {
   return reads_in_place<T>(D) ? D : round_up(D, kLanes);
 }
 
+// Where element i of a head lies in such a row.
 template <class T>
 inline int64_t decode_position(int64_t D, int64_t i) {
   return reads_in_place<T>(D) ? packed_position<T>(i) : i;
@@ -187,6 +179,52 @@ inline void start_state(const AttentionCall& call, int64_t head, bool with_sink,
     state.total[h] = with_sink ? 1.0f : 0.0f;
   }
   std::fill(state.values, state.values + G * width, 0.0f);
+}
+
+// One decode's query heads of one KV head, and where the keys are.
+template <class T>
+struct DecodeQuery {
+  const AttentionCall& call;
+  KeyFinder<T> finder;
+  const float* q;   // [G, width]
+  int64_t width;
+  float* scores;    // [G, kDecodeBlock]
+  float* shrink;    // [G]
+};
+
+template <class T>
+void attend_in_place(const DecodeQuery<T>& query, int64_t first, int64_t end, DecodeState& state) {
+  BlockRows<T> block;
+  for (int64_t at = first; at < end; at += kDecodeBlock) {
+    block.count = std::min(kDecodeBlock, end - at);
+    query.finder.visit(at, at + block.count, [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
+      block.keys[i] = key;
+      block.values[i] = value;
+      block.key_scales[i] = key_scale;
+      block.value_scales[i] = value_scale;
+    });
+    query.finder.prefetch(at + block.count, std::min(at + block.count + kDecodeBlock, end));
+    fold_block(query.call, block, query.q, query.width, query.scores, query.shrink, state);
+  }
+}
+
+// The same through copies of the rows in `padded` [2 * kDecodeBlock, width], whose padding is zero.
+template <class T>
+void attend_copied(const DecodeQuery<T>& query, int64_t first, int64_t end, float* padded, DecodeState& state) {
+  BlockRows<float> block;
+  for (int64_t at = first; at < end; at += kDecodeBlock) {
+    block.count = std::min(kDecodeBlock, end - at);
+    query.finder.visit(at, at + block.count, [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
+      float* copy = padded + 2 * i * query.width;
+      convert_row(key, query.call.shape.D, 1.0f, copy);
+      convert_row(value, query.call.shape.D, 1.0f, copy + query.width);
+      block.keys[i] = copy;
+      block.values[i] = copy + query.width;
+      block.key_scales[i] = key_scale;
+      block.value_scales[i] = value_scale;
+    });
+    fold_block(query.call, block, query.q, query.width, query.scores, query.shrink, state);
+  }
 }
 
 // Folds keys [first, end) of a sequence into `state`; the query is row `row` of q.
@@ -205,30 +243,12 @@ void attend_keys(const AttentionCall& call, int64_t sequence, int64_t head, int6
     read_query(call, row, head * G + h, plain);
     for (int64_t d = 0; d < D; ++d) q[h * width + decode_position<T>(D, d)] = plain[d];
   }
-  if (!in_place) std::fill(padded, padded + 2 * kDecodeBlock * width, 0.0f);
-
-  const KeyFinder<T> finder(call, sequence, head);
-  BlockRows<T> block{};
-  BlockRows<float> copied{};
-  for (int64_t at = first; at < end; at += kDecodeBlock) {
-    block.count = copied.count = std::min(kDecodeBlock, end - at);
-    finder.visit(at, at + block.count, [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
-      block.keys[i] = key;
-      block.values[i] = value;
-      block.key_scales[i] = copied.key_scales[i] = key_scale;
-      block.value_scales[i] = copied.value_scales[i] = value_scale;
-      if (in_place) return;
-      float* copy = padded + 2 * i * width;
-      convert_row(key, D, 1.0f, copy);
-      convert_row(value, D, 1.0f, copy + width);
-      copied.keys[i] = copy;
-      copied.values[i] = copy + width;
-    });
-    if (in_place) {
-      fold_block(call, block, q, width, scores, shrink, state);
-    } else {
-      fold_block(call, copied, q, width, scores, shrink, state);
-    }
+  const DecodeQuery<T> query{call, KeyFinder<T>(call, sequence, head), q, width, scores, shrink};
+  if (in_place) {
+    attend_in_place(query, first, end, state);
+  } else {
+    std::fill(padded, padded + 2 * kDecodeBlock * width, 0.0f);
+    attend_copied(query, first, end, padded, state);
   }
 }
 

@@ -23,26 +23,26 @@ template <int Vectors, bool Keep>
 inline void matmul_rows(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth, const float* keep, float* c) {
   constexpr int64_t kWidth = Vectors * kLanes;
   Floats sums[kMatmulRows][Vectors];
-  for (int m = 0; m < kMatmulRows; ++m) {
-    for (int v = 0; v < Vectors; ++v) {
+  unroll<kMatmulRows>([&](auto m) JAXKV_INLINE {
+    unroll<Vectors>([&](auto v) JAXKV_INLINE {
       if constexpr (Keep) {
         sums[m][v] = load(c + m * kWidth + v * kLanes) * load(keep + v * kLanes);
       } else {
         sums[m][v] = Floats{};
       }
-    }
-  }
+    });
+  });
   for (int64_t k = 0; k < depth; ++k) {
     Floats right[Vectors];
-    for (int v = 0; v < Vectors; ++v) right[v] = load(b + k * kWidth + v * kLanes);
-    for (int m = 0; m < kMatmulRows; ++m) {
+    unroll<Vectors>([&](auto v) JAXKV_INLINE { right[v] = load(b + k * kWidth + v * kLanes); });
+    unroll<kMatmulRows>([&](auto m) JAXKV_INLINE {
       const Floats left = splat(a[m * row_step + k * depth_step]);
-      for (int v = 0; v < Vectors; ++v) sums[m][v] += left * right[v];
-    }
+      unroll<Vectors>([&](auto v) JAXKV_INLINE { sums[m][v] += left * right[v]; });
+    });
   }
-  for (int m = 0; m < kMatmulRows; ++m) {
-    for (int v = 0; v < Vectors; ++v) store(c + m * kWidth + v * kLanes, sums[m][v]);
-  }
+  unroll<kMatmulRows>([&](auto m) JAXKV_INLINE {
+    unroll<Vectors>([&](auto v) JAXKV_INLINE { store(c + m * kWidth + v * kLanes, sums[m][v]); });
+  });
 }
 
 // A block of keys and values in float; rows that nobody may read are zero.
