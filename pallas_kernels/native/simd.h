@@ -94,6 +94,33 @@ inline Floats every_second(Floats a, Floats b, std::integer_sequence<int, I...>)
 #endif
 }
 
+// Lanes a[First], b[First], a[First + 1], b[First + 1], ...
+template <int First, int... I>
+inline Floats interleave(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, (First + I / 2 + I % 2 * kLanes)...);
+#else
+  return __builtin_shuffle(a, b, Ints{(First + I / 2 + I % 2 * kLanes)...});
+#endif
+}
+
+// to[j][i] = from[i][j] for kLanes x kLanes floats; rows are `from_stride` and `to_stride` floats apart.
+inline void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  constexpr int kHalf = kLanes / 2;
+  constexpr std::make_integer_sequence<int, kLanes> lanes{};
+  Floats rows[kLanes], mixed[kLanes];
+  for (int i = 0; i < kLanes; ++i) rows[i] = load(from + i * from_stride);
+  // Interleaving row i with row i + kHalf rotates the bits of (row, lane) by one: after log2(kLanes) times they have changed places.
+  for (int span = 1; span < kLanes; span *= 2) {
+    for (int i = 0; i < kHalf; ++i) {
+      mixed[2 * i] = interleave<0>(rows[i], rows[i + kHalf], lanes);
+      mixed[2 * i + 1] = interleave<kHalf>(rows[i], rows[i + kHalf], lanes);
+    }
+    for (int i = 0; i < kLanes; ++i) rows[i] = mixed[i];
+  }
+  for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
+}
+
 // Sums of neighbouring lanes of a, then of b.
 inline Floats add_neighbours(Floats a, Floats b) {
   constexpr std::make_integer_sequence<int, kLanes> lanes{};

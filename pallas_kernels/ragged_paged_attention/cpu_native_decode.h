@@ -30,8 +30,18 @@ struct BlockRows {
   const T* values[kDecodeBlock];
   float key_scales[kDecodeBlock];
   float value_scales[kDecodeBlock];
-  int64_t count;
+  int64_t count = 0;
 };
+
+// Asks for the rows of the next block while this one is computed: a few at a time, as the core can wait for only so many cache
+// lines at once.
+template <class T>
+inline void prefetch_rows(const T* const* rows, int64_t first, int64_t end, int64_t width) {
+  constexpr int64_t kCacheLine = 64 / sizeof(T);
+  for (int64_t i = first; i < end; ++i) {
+    for (int64_t at = 0; at < width; at += kCacheLine) __builtin_prefetch(rows[i] + at);
+  }
+}
 
 // Partial sums of Heads x kDecodeKeys dot products: partial[h][key][lane], keys `kLanes` vectors per head.
 template <class T, int Heads>
@@ -57,13 +67,14 @@ inline void dot_keys(const T* const* keys, const float* q, int64_t width, float*
 
 // scores[h][key] = q[h] . key for the block's keys; what follows them up to a multiple of kLanes means nothing.
 template <class T, int Heads>
-void score_heads(const BlockRows<T>& block, const float* q, int64_t width, float* scores) {
+void score_heads(const BlockRows<T>& block, const BlockRows<T>* next, const float* q, int64_t width, float* scores) {
   alignas(64) float partial[Heads * kLanes * kLanes];
   for (int64_t first = 0; first < block.count; first += kLanes) {
     for (int64_t key = 0; key < kLanes; key += kDecodeKeys) {
       const T* keys[kDecodeKeys];
       for (int i = 0; i < kDecodeKeys; ++i) keys[i] = block.keys[std::min(first + key + i, block.count - 1)];
       dot_keys<T, Heads>(keys, q, width, partial + key * kLanes);
+      if (next) prefetch_rows(next->keys, first + key, std::min(first + key + kDecodeKeys, next->count), width);
     }
     for (int h = 0; h < Heads; ++h) store(scores + h * kDecodeBlock + first, sum_each(partial + h * kLanes * kLanes, kLanes));
   }
@@ -71,13 +82,14 @@ void score_heads(const BlockRows<T>& block, const float* q, int64_t width, float
 
 // acc[h][...] = acc[h][...] * shrink[h] + sum over keys of weights[h][key] * value, for Loads vector loads of each value row.
 template <class T, int Heads, int Loads>
-inline void mix_columns(const BlockRows<T>& block, int64_t column, int64_t width, const float* weights, const float* shrink, float* acc) {
+inline void mix_columns(const BlockRows<T>& block, const BlockRows<T>* next, int64_t column, int64_t width, const float* weights, const float* shrink, float* acc) {
   constexpr int kParts = Packed<T>::kParts, kVectors = Loads * kParts;
   Floats sums[Heads][kVectors];
   unroll<Heads>([&](auto h) JAXKV_INLINE {
     unroll<kVectors>([&](auto v) JAXKV_INLINE { sums[h][v] = load(acc + h * width + column + v * kLanes) * shrink[h]; });
   });
   for (int64_t key = 0; key < block.count; ++key) {
+    if (next && key < next->count) prefetch_rows(next->values, key, key + 1, width);
     const T* row = block.values[key] + column;
     Floats weight[Heads];
     unroll<Heads>([&](auto h) JAXKV_INLINE { weight[h] = splat(weights[h * kDecodeBlock + key]); });
@@ -95,12 +107,12 @@ inline void mix_columns(const BlockRows<T>& block, int64_t column, int64_t width
 }
 
 template <class T, int Heads>
-void mix_heads(const BlockRows<T>& block, int64_t width, const float* weights, const float* shrink, float* acc) {
+void mix_heads(const BlockRows<T>& block, const BlockRows<T>* next, int64_t width, const float* weights, const float* shrink, float* acc) {
   constexpr int kLoads = std::max(1, kDecodeVectors / Packed<T>::kParts);
   constexpr int64_t kColumns = kLoads * Packed<T>::kElements;
   int64_t column = 0;
-  for (; column + kColumns <= width; column += kColumns) mix_columns<T, Heads, kLoads>(block, column, width, weights, shrink, acc);
-  for (; column < width; column += Packed<T>::kElements) mix_columns<T, Heads, 1>(block, column, width, weights, shrink, acc);
+  for (; column + kColumns <= width; column += kColumns) mix_columns<T, Heads, kLoads>(block, column == 0 ? next : nullptr, column, width, weights, shrink, acc);
+  for (; column < width; column += Packed<T>::kElements) mix_columns<T, Heads, 1>(block, column == 0 ? next : nullptr, column, width, weights, shrink, acc);
 }
 
 // Calls body(integral_constant<Heads>, first head) for groups of at most kDecodeHeads heads.
@@ -144,13 +156,16 @@ inline float weigh(const AttentionCall& call, const BlockRows<T>& block, float* 
   return shrink;
 }
 
+// Folds one block into the running softmax. next: the block that comes then, or null.
 template <class T>
-void fold_block(const AttentionCall& call, const BlockRows<T>& block, const float* q, int64_t width, float* scores, float* shrink, DecodeState& state) {
+void fold_block(const AttentionCall& call, const BlockRows<T>& block, const BlockRows<T>* next, const float* q, int64_t width, float* scores, float* shrink, DecodeState& state) {
   const int64_t G = call.shape.G;
-  for_head_groups(G, [&](auto heads, int64_t h) { score_heads<T, heads>(block, q + h * width, width, scores + h * kDecodeBlock); });
+  for_head_groups(G, [&](auto heads, int64_t h) {
+    score_heads<T, heads>(block, h == 0 ? next : nullptr, q + h * width, width, scores + h * kDecodeBlock);
+  });
   for (int64_t h = 0; h < G; ++h) shrink[h] = weigh(call, block, scores + h * kDecodeBlock, state.top[h], state.total[h]);
   for_head_groups(G, [&](auto heads, int64_t h) {
-    mix_heads<T, heads>(block, width, scores + h * kDecodeBlock, shrink + h, state.values + h * width);
+    mix_heads<T, heads>(block, h == 0 ? next : nullptr, width, scores + h * kDecodeBlock, shrink + h, state.values + h * width);
   });
 }
 
@@ -194,17 +209,21 @@ struct DecodeQuery {
 
 template <class T>
 void attend_in_place(const DecodeQuery<T>& query, int64_t first, int64_t end, DecodeState& state) {
-  BlockRows<T> block;
-  for (int64_t at = first; at < end; at += kDecodeBlock) {
-    block.count = std::min(kDecodeBlock, end - at);
+  BlockRows<T> blocks[2];
+  auto find = [&](int64_t at, BlockRows<T>& block) {
+    block.count = std::clamp<int64_t>(end - at, 0, kDecodeBlock);
     query.finder.visit(at, at + block.count, [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
       block.keys[i] = key;
       block.values[i] = value;
       block.key_scales[i] = key_scale;
       block.value_scales[i] = value_scale;
     });
-    query.finder.prefetch(at + block.count, std::min(at + block.count + kDecodeBlock, end));
-    fold_block(query.call, block, query.q, query.width, query.scores, query.shrink, state);
+  };
+  find(first, blocks[0]);
+  for (int64_t at = first; at < end; at += kDecodeBlock) {
+    const int64_t now = (at - first) / kDecodeBlock % 2;
+    find(at + kDecodeBlock, blocks[1 - now]);
+    fold_block(query.call, blocks[now], &blocks[1 - now], query.q, query.width, query.scores, query.shrink, state);
   }
 }
 
@@ -223,7 +242,7 @@ void attend_copied(const DecodeQuery<T>& query, int64_t first, int64_t end, floa
       block.key_scales[i] = key_scale;
       block.value_scales[i] = value_scale;
     });
-    fold_block(query.call, block, query.q, query.width, query.scores, query.shrink, state);
+    fold_block<float>(query.call, block, nullptr, query.q, query.width, query.scores, query.shrink, state);
   }
 }
 

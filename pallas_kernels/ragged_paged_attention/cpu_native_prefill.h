@@ -11,11 +11,12 @@
 namespace jaxkv {
 
 constexpr int64_t kKeyBlock = 64;
-constexpr int64_t kTileRows = 64;
+constexpr int64_t kTileRows = 192;  // a block's conversion to float serves this many rows
+constexpr int64_t kSmallTileRows = 64;  // the same where large tiles are too few to keep all threads busy
 constexpr int kPanelVectors = kVectorRegisters >= 32 ? 4 : 3;  // rows of a panel: at most this many vectors
 constexpr int kMatmulRows = 4;  // kMatmulRows * kPanelVectors accumulators fill the registers
 
-inline int64_t queries_per_tile(const AttentionShape& shape) { return std::max<int64_t>(kTileRows / shape.G, 1); }
+static_assert(kLanes % kMatmulRows == 0 && kKeyBlock % kMatmulRows == 0, "rows padded to whole vectors are whole matmul tiles");
 
 // c[m][r] += sum over k of a[m * row_step + k * depth_step] * b[k][r], for kMatmulRows m and Vectors vectors of r; b and c have
 // Vectors vectors in a row. With Keep, c[m][r] is first multiplied by keep[r], else it starts from zero.
@@ -50,7 +51,7 @@ struct FloatBlock {
   float* keys;    // [kKeyBlock, depth]
   float* values;  // [kKeyBlock, depth]
   int64_t first;  // position of row 0
-  int64_t depth;  // D, rounded up to kMatmulRows; the rest of a row is zero
+  int64_t depth;  // D, rounded up to kLanes; the rest of a row is zero
 };
 
 // Up to kPanelVectors vectors of rows with their running softmax.
@@ -149,31 +150,44 @@ void read_block(const KeyFinder<T>& finder, int64_t D, int64_t begin, int64_t en
   });
 }
 
-// Fills in a panel's queries, positions and starting state. Row r of the tile is query r / G, head r % G.
-inline void start_panel(const AttentionCall& call, const SequenceRange& range, int64_t head, int64_t first_query, int64_t first_row, int64_t used, float* plain, int64_t depth, Panel& panel) {
-  const int64_t G = call.shape.G, D = call.shape.D, rows = panel.rows;
-  std::fill(panel.queries, panel.queries + depth * rows, 0.0f);
-  std::fill(panel.outputs, panel.outputs + depth * rows, 0.0f);
+// The rows of a tile in order: row r of the tile is query r / G, head r % G.
+struct TileRows {
+  const AttentionCall& call;
+  const SequenceRange& range;
+  int64_t head, first_query;
+
+  int64_t query(int64_t row) const { return first_query + row / call.shape.G; }
+  int64_t query_head(int64_t row) const { return head * call.shape.G + row % call.shape.G; }
+};
+
+// Fills in queries, positions and starting state of the panel that holds rows [first, first + used). plain: [panel rows, depth].
+inline void start_panel(const TileRows& tile, int64_t first, int64_t used, float* plain, int64_t depth, Panel& panel) {
+  const AttentionCall& call = tile.call;
+  const int64_t rows = panel.rows;
+  std::fill(plain, plain + rows * depth, 0.0f);
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t row = first_row + std::min(r, used - 1), query = first_query + row / G, h = head * G + row % G;
-    panel.positions[r] = static_cast<int32_t>(range.position(query));
+    const int64_t row = first + std::min(r, used - 1), h = tile.query_head(row);
+    panel.positions[r] = static_cast<int32_t>(tile.range.position(tile.query(row)));
     panel.top[r] = call.sinks ? std::max(call.sinks[h], kLowest) : kLowest;
     panel.total[r] = call.sinks ? 1.0f : 0.0f;
-    if (r >= used) continue;
-    read_query(call, range.row + query, h, plain);
-    for (int64_t d = 0; d < D; ++d) panel.queries[d * rows + r] = plain[d];
+    if (r < used) read_query(call, tile.range.row + tile.query(row), h, plain + r * depth);
   }
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    for (int64_t d = 0; d < depth; d += kLanes) transpose_block(plain + r * depth + d, depth, panel.queries + d * rows + r, rows);
+  }
+  std::fill(panel.outputs, panel.outputs + depth * rows, 0.0f);
   panel.first_position = panel.positions[0];
   panel.last_position = panel.positions[rows - 1];
 }
 
-inline void finish_panel(const AttentionCall& call, const SequenceRange& range, int64_t head, int64_t first_query, int64_t first_row, int64_t used, float* plain, const Panel& panel) {
-  const int64_t G = call.shape.G, D = call.shape.D;
+inline void finish_panel(const TileRows& tile, int64_t first, int64_t used, float* plain, int64_t depth, const Panel& panel) {
+  const int64_t rows = panel.rows;
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    for (int64_t d = 0; d < depth; d += kLanes) transpose_block(panel.outputs + d * rows + r, rows, plain + r * depth + d, depth);
+  }
   for (int64_t r = 0; r < used; ++r) {
-    const int64_t row = first_row + r;
-    for (int64_t d = 0; d < D; ++d) plain[d] = panel.outputs[d * panel.rows + r];
     const float total = panel.total[r];
-    write_output(call, range.row + first_query + row / G, head * G + row % G, plain, total == 0 ? 1.0f : 1.0f / total);
+    write_output(tile.call, tile.range.row + tile.query(first + r), tile.query_head(first + r), plain + r * depth, total == 0 ? 1.0f : 1.0f / total);
   }
 }
 
@@ -183,21 +197,22 @@ void attend_tile(const AttentionCall& call, int64_t sequence, int64_t head, int6
   static thread_local Scratch scratch;
   static thread_local std::vector<Panel> panels;
   constexpr int64_t kPanelRows = kPanelVectors * kLanes;
-  const int64_t D = call.shape.D, depth = round_up(D, kMatmulRows);
+  const int64_t D = call.shape.D, depth = round_up(D, kLanes);
   const SequenceRange range(call, sequence);
+  const TileRows tile{call, range, head, first_query};
   const int64_t rows = queries * call.shape.G;
 
-  float* memory = scratch.floats(2 * kKeyBlock * depth + kKeyBlock * kPanelRows + depth + Panel::floats(depth, round_up(rows, kLanes)));
+  float* memory = scratch.floats(2 * kKeyBlock * depth + (kKeyBlock + depth) * kPanelRows + Panel::floats(depth, round_up(rows, kLanes)));
   FloatBlock block{memory, memory + kKeyBlock * depth, 0, depth};
   float* scores = memory + 2 * kKeyBlock * depth;
   float* plain = scores + kKeyBlock * kPanelRows;
-  float* next = plain + depth;
+  float* next = plain + kPanelRows * depth;
   if (depth > D) std::fill(memory, scores, 0.0f);
   panels.clear();
   for (int64_t row = 0; row < rows; row += kPanelRows) {
     const int64_t used = std::min(rows - row, kPanelRows);
     Panel& panel = panels.emplace_back(next, scores, depth, round_up(used, kLanes));
-    start_panel(call, range, head, first_query, row, used, plain, depth, panel);
+    start_panel(tile, row, used, plain, depth, panel);
     next += Panel::floats(depth, panel.rows);
   }
 
@@ -215,7 +230,7 @@ void attend_tile(const AttentionCall& call, int64_t sequence, int64_t head, int6
   }
   for (size_t i = 0; i < panels.size(); ++i) {
     const int64_t row = static_cast<int64_t>(i) * kPanelRows;
-    finish_panel(call, range, head, first_query, row, std::min(rows - row, kPanelRows), plain, panels[i]);
+    finish_panel(tile, row, std::min(rows - row, kPanelRows), plain, depth, panels[i]);
   }
 }
 

@@ -51,7 +51,7 @@ class AttentionRun {
  private:
   void plan() {
     const AttentionShape& shape = call_.shape;
-    const int64_t step = queries_per_tile(shape);
+    const int64_t step = queries_per_tile();
     const int64_t sequences = std::clamp<int64_t>(call_.num_seqs, 0, shape.S);
     for (int64_t s = 0; s < sequences; ++s) {
       const SequenceRange range(call_, s);
@@ -69,6 +69,12 @@ class AttentionRun {
     std::stable_sort(tiles_.begin(), tiles_.end(), [](const PrefillTile& a, const PrefillTile& b) { return a.cost > b.cost; });
     const int64_t padding = sequences ? std::clamp<int64_t>(call_.cu_q_lens[sequences], 0, shape.T) : 0;
     zero_output(call_, padding, shape.T - padding);
+  }
+
+  int64_t queries_per_tile() const {
+    constexpr int64_t kTilesPerThread = 3;
+    const int64_t G = call_.shape.G, large_tiles = call_.shape.T * G * call_.shape.K / kTileRows;
+    return std::max<int64_t>((large_tiles >= kTilesPerThread * pool_.num_threads() ? kTileRows : kSmallTileRows) / G, 1);
   }
 
   void plan_decode(int64_t sequence, const SequenceRange& range) {
