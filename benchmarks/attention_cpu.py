@@ -85,7 +85,9 @@ def make_step(load: Load, layers: int, dtype: str, backend: Backend) -> tuple[Ca
     return jax.jit(step), (q, pages, table, cu_q_lens, kv_lens)
 
 
-def make_write(tokens: int, layers: int, dtype: str, backend: Backend) -> tuple[Callable[..., Array], tuple[Array, ...]]:
+def make_write(
+    tokens: int, layers: int, dtype: str, backend: Backend
+) -> tuple[Callable[..., Array], tuple[Array, ...]]:
     """A compiled function that writes `tokens` new keys and values into all layers of a pool that it is given for good."""
     num_pages = 1024
     layout = KVLayout(layers, KV_HEADS, HEAD_DIM, PAGE, dtype)
@@ -110,7 +112,9 @@ def seconds(step: Callable[..., Array], arguments: tuple[Array, ...]) -> tuple[f
     return elapsed, ((out, *arguments[1:]) if arguments[0].is_deleted() else arguments)
 
 
-def compare(name: str, runs: dict[Backend, tuple[Callable[..., Array], tuple[Array, ...]]], layers: int, rounds: int) -> None:
+def compare(
+    name: str, runs: dict[Backend, tuple[Callable[..., Array], tuple[Array, ...]]], layers: int, rounds: int
+) -> None:
     best = dict.fromkeys(runs, float("inf"))
     for backend, (step, arguments) in runs.items():
         runs[backend] = (step, seconds(step, arguments)[1])  # compiles
@@ -125,7 +129,11 @@ def compare(name: str, runs: dict[Backend, tuple[Callable[..., Array], tuple[Arr
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -136,8 +144,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the KV pool")
     options = parser.parse_args()
     prepare("cpu_native")
-    print(f"CPU {cpu_name()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; JAX {jax.__version__}, jaxlib {jaxlib.__version__}")
-    print(f"{HEADS} query and {KV_HEADS} KV heads, head dim {HEAD_DIM}, page {PAGE}, {options.dtype} pool, {options.layers} layers;")
+    print(
+        f"CPU {cpu_name()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; JAX {jax.__version__}, jaxlib {jaxlib.__version__}"
+    )
+    print(
+        f"{HEADS} query and {KV_HEADS} KV heads, head dim {HEAD_DIM}, page {PAGE}, {options.dtype} pool, {options.layers} layers;"
+    )
     print(f"best of {options.rounds} interleaved rounds, milliseconds per layer\n")
     print("| | reference | cpu_native | ratio |\n|---|---|---|---|")
     for load in LOADS:

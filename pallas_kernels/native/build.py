@@ -122,7 +122,9 @@ def _writing_to(cache_dir: Path) -> Iterator[None]:
     except Timeout as error:
         raise NativeBuildError(f"another process has held the lock {error.lock_file} for too long") from error
     except OSError as error:
-        raise NativeBuildError(f"the cache directory {cache_dir} cannot be written: {error.strerror or error}") from error
+        raise NativeBuildError(
+            f"the cache directory {cache_dir} cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def _key(compiler: str, source: Source, flags: Sequence[str]) -> str:

@@ -72,9 +72,7 @@ def ragged_paged_attention(
         raise ValueError(f"attention backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
     scoring = reference.Scoring(scale, sliding_window, logit_soft_cap)
     if backend == "cpu_native":
-        return cpu_native.attend(
-            q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, scoring=scoring, sinks=sinks
-        )
+        return cpu_native.attend(q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, scoring=scoring, sinks=sinks)
     return reference.attend(
         q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, layout=layout, scoring=scoring, sinks=sinks
     )

@@ -71,7 +71,9 @@ def attend(
     q_lens = jnp.where(real, jnp.diff(cu_q_lens), 0)
     grouped = q.reshape(q.shape[0], layout.num_kv_heads, -1, layout.head_dim)
     grouped_sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(layout.num_kv_heads, -1)
-    out = _decode(grouped, kv, layer, page_table, cu_q_lens, jnp.where(q_lens == 1, kv_lens, 0), layout, scoring, grouped_sinks)
+    out = _decode(
+        grouped, kv, layer, page_table, cu_q_lens, jnp.where(q_lens == 1, kv_lens, 0), layout, scoring, grouped_sinks
+    )
     out = _prefill(out, grouped, kv, layer, page_table, cu_q_lens, q_lens, kv_lens, layout, scoring, grouped_sinks)
     return out.reshape(q.shape)
 

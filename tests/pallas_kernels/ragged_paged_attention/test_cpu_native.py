@@ -61,7 +61,11 @@ def test_a_sequence_does_not_see_its_neighbours_or_its_chunks(dtype: str, window
     for s, (queries, _) in enumerate(MIXED):
         row = int(batch.cu_q_lens[s])
         for cuts in ((0, queries), (0, 2, queries), (0, queries // 2, queries)):
-            pieces = [attend(batch, **only(batch, s, a, b)) for a, b in zip(cuts, cuts[1:], strict=False) if b - a > 1 or queries == 1]
+            pieces = [
+                attend(batch, **only(batch, s, a, b))
+                for a, b in zip(cuts, cuts[1:], strict=False)
+                if b - a > 1 or queries == 1
+            ]
             if sum(map(len, pieces)) == queries:
                 np.testing.assert_array_equal(np.concatenate(pieces), together[row : row + queries])
 
