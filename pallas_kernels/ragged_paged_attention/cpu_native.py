@@ -42,7 +42,7 @@ def attend(
     """Contract: `pallas_kernels.ragged_paged_attention.api`; q is float32 or bfloat16. Raises NativeBuildError while tracing."""
     library.load()
     nothing = jnp.zeros((0,), jnp.float32)
-    call = jax.ffi.ffi_call("jaxkv_ragged_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call("jaxkv_ragged_paged_attention", q)
     out: Array = call(
         q,
         kv.pages,

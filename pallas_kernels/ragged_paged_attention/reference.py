@@ -31,13 +31,13 @@ class Scoring:
     sliding_window: int | None
     logit_soft_cap: float | None
 
-    def scores(self, dots: Float[Array, "..."]) -> Float[Array, "..."]:
+    def scores(self, dots: Float[Array, ...]) -> Float[Array, ...]:
         scores = dots * self.scale
         if self.logit_soft_cap is not None:
             scores = self.logit_soft_cap * jnp.tanh(scores / self.logit_soft_cap)
         return scores
 
-    def visible(self, query_at: Int[Array, "..."], key_at: Int[Array, "..."]) -> Array:
+    def visible(self, query_at: Int[Array, ...], key_at: Int[Array, ...]) -> Array:
         """Whether the key at position key_at is seen by the query at query_at."""
         seen = key_at <= query_at
         if self.sliding_window is not None:
@@ -109,7 +109,7 @@ def _decode(
         values = jnp.where((key_at[None, :] < lens[:, None])[:, None, :, None], values, jnp.zeros((), values.dtype))
         return _fold(carry, scoring.scores(dots), seen[:, None, None, :], values, "skgt,sktd->skgd")
 
-    first = jnp.min(jnp.where(lens > 0, scoring.first_block(at, block), jnp.iinfo(jnp.int32).max))
+    first = jnp.min(jnp.where(lens > 0, scoring.first_block(at, block), 2**31 - 1))
     stop = (jnp.max(lens) + block - 1) // block
     out = _softmax_of(jax.lax.fori_loop(first, stop, visit, _start((S, K, G), D, sinks)))
     return jnp.zeros_like(q).at[rows].set(out.astype(q.dtype), mode="drop")
@@ -172,10 +172,11 @@ def _prefill(
         result = jnp.where(mine[:, None, None, None], result, before)
         return jax.lax.dynamic_update_slice_in_dim(out, result, row0, axis=0)
 
-    return jax.lax.fori_loop(0, tiles_until[-1], do_tile, padded_out)[:T]
+    filled: Array = jax.lax.fori_loop(0, tiles_until[-1], do_tile, padded_out)
+    return filled[:T]
 
 
-def _start(shape: tuple[int, ...], D: int, sinks: Float[Array, "..."] | None) -> tuple[Array, Array, Array]:
+def _start(shape: tuple[int, ...], D: int, sinks: Float[Array, ...] | None) -> tuple[Array, Array, Array]:
     """Running maximum, sum and weighted values. A sink is a key whose value is zero: it only enters maximum and sum."""
     if sinks is None:
         top, total = jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
@@ -186,9 +187,9 @@ def _start(shape: tuple[int, ...], D: int, sinks: Float[Array, "..."] | None) ->
 
 def _fold(
     carry: tuple[Array, Array, Array],
-    scores: Float[Array, "..."],
+    scores: Float[Array, ...],
     seen: Array,
-    values: Float[Array, "..."],
+    values: Float[Array, ...],
     contraction: str,
 ) -> tuple[Array, Array, Array]:
     """One block of the online softmax. Scores that are not seen may be anything; values must be finite (0 * NaN is NaN)."""
@@ -201,7 +202,7 @@ def _fold(
     return new_top, total * shrink + jnp.sum(weights, axis=-1), acc * shrink[..., None] + gained
 
 
-def _softmax_of(carry: tuple[Array, Array, Array]) -> Float[Array, "..."]:
+def _softmax_of(carry: tuple[Array, Array, Array]) -> Float[Array, ...]:
     _, total, acc = carry
     return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
 
