@@ -7,6 +7,7 @@ E hidden size, F intermediate size.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,9 +78,9 @@ def write_kv(
     In place when the pool is donated or carried by a loop.
     """
     rows = jnp.stack([keys, values], axis=1).astype(kv.pages.dtype)
-    return kv.replace(pages=kv.pages.at[layer, pages, :, :, offsets].set(rows))
+    return dataclasses.replace(kv, pages=kv.pages.at[layer, pages, :, :, offsets].set(rows))
 
 
-def gather_pages(kv: KVPages, layer: Int[Array, ""], page_ids: Int[Array, "..."]) -> Float[Array, "... two K page D"]:
+def gather_pages(kv: KVPages, layer: Int[Array, ""], page_ids: Int[Array, ...]) -> Float[Array, "... two K page D"]:
     """The pages named by `page_ids` (each within the pool) of one layer, as stored."""
     return kv.pages.at[layer, page_ids].get(mode="promise_in_bounds")

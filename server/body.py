@@ -9,7 +9,8 @@ from fastapi import Request
 from pydantic import ValidationError
 
 from server.errors import ApiError
-from server.protocol.base import FAULT, RequestModel
+from server.protocol.base import RequestModel
+from server.protocol.values import FAULT
 
 logger = logging.getLogger("jaxkv.server")
 

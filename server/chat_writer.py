@@ -11,7 +11,7 @@ from server.logprobs import chat_logprobs, prompt_logprobs
 from server.protocol.chat import ChatCompletionRequest
 
 if TYPE_CHECKING:
-    from jaxkv.text.tokenizer import Tokenizer
+    from jaxkv import Tokenizer
 
 ROLE = "assistant"
 

@@ -11,8 +11,8 @@ from server.logprobs import CompletionLogprobWriter, echoed_logprobs, empty_comp
 from server.protocol.completions import CompletionRequest
 
 if TYPE_CHECKING:
+    from jaxkv import Tokenizer
     from jaxkv.engine.request import Request
-    from jaxkv.text.tokenizer import Tokenizer
 
 
 class CompletionWriter:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxkv.server")
 
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than the idle time after which common load balancers close: so that it is never the server that does first."""
 _FLUSH_SECONDS = 5
 """Time for the last bytes of ended streams to reach their clients."""
 
@@ -74,6 +76,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=logger.isEnabledFor(logging.INFO),
                 server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_FLUSH_SECONDS,
             )
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from jaxkv.core.outputs import TokenLogprob
 
 if TYPE_CHECKING:
-    from jaxkv.text.tokenizer import Tokenizer
+    from jaxkv import Tokenizer
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -40,8 +40,10 @@ class CompletionLogprobWriter:
     def write(self, entries: Iterable[TokenLogprob]) -> dict[str, list[Any]]:
         lists = empty_completion_logprobs()
         for entry in entries:
-            _append(lists, self._tokenizer, entry.token_id, entry, self._offset, self._num_top)
-            self._offset += len(self._decoder.decode(self._shown_bytes(entry.token_id)))
+            piece = self._shown_bytes(entry.token_id)
+            begin = self._offset + _broken_before(self._decoder, piece)
+            _append(lists, self._tokenizer, entry.token_id, entry, begin, self._num_top)
+            self._offset += len(self._decoder.decode(piece))
         return lists
 
     def _shown_bytes(self, token_id: int) -> bytes:
@@ -68,8 +70,9 @@ def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) ->
     offsets = []
     at = 0
     for token_id in token_ids:
-        offsets.append(at)
-        piece = decoder.decode(tokenizer.token_bytes(token_id))
+        raw = tokenizer.token_bytes(token_id)
+        offsets.append(at + _broken_before(decoder, raw))
+        piece = decoder.decode(raw)
         if text.startswith(piece, at):
             at += len(piece)
         elif piece[:1] == " " and text.startswith(piece[1:], at):
@@ -77,6 +80,18 @@ def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) ->
         elif token_id not in tokenizer.special_ids:
             at = min(at + len(piece), len(text))
     return offsets
+
+
+def _broken_before(decoder: codecs.IncrementalDecoder, piece: bytes) -> int:
+    """How many U+FFFD come before `piece`: those of a character that was begun and that it does not go on with."""
+    begun, _ = decoder.getstate()
+    if not begun or not piece:
+        return 0
+    try:
+        codecs.getincrementaldecoder("utf-8")("strict").decode(begun + piece[:1])
+    except UnicodeDecodeError:
+        return len(begun.decode("utf-8", "replace"))
+    return 0
 
 
 def empty_completion_logprobs() -> dict[str, list[Any]]:

@@ -31,8 +31,11 @@ def body_docs(request: type[RequestModel], response: type[ResponseModel]) -> dic
 def generation_docs(request: type[RequestModel], response: type[ResponseModel]) -> dict[str, Any]:
     """The same for a route that can stream: server-sent events are a second kind of content."""
     docs = body_docs(request, response)
-    events = {"schema": {"type": "string", "description": "`data: <chunk>` events, the last one `data: [DONE]`"}}
-    docs["responses"][200] = {"model": response, "content": {"text/event-stream": events}}
+    docs["responses"][200] = {
+        "model": response,
+        "description": "The answer; with `stream`, events of `data: <chunk>`, the last one `data: [DONE]`.",
+        "content": {"text/event-stream": {}},
+    }
     return docs
 
 

@@ -15,31 +15,28 @@ class RequestMetrics:
         self._metrics = metrics
         self._open_choices = num_choices
         self._tokens: Counter[int] = Counter()
-        self._last_token: float | None = None
+        self._last_token: dict[int, float] = {}
         self._finished = False
 
     def observe(self, delta: RequestDelta) -> None:
-        gained = 0
+        if not self._last_token and delta.times.first_token is not None:
+            self._metrics.time_to_first_token.observe(delta.times.first_token - delta.times.arrival)
         for choice in delta.choices:
-            self._tokens[choice.index] += len(choice.token_ids)
-            gained = max(gained, len(choice.token_ids))
+            if choice.token_ids:
+                self._observe_tokens(choice.index, len(choice.token_ids), delta.times.last_token)
             if choice.finish_reason is not None:
                 self._open_choices -= 1
                 self._metrics.ended(choice.finish_reason)
-        if gained:
-            self._observe_token(delta, gained)
         if delta.finished:
             self._finish(delta)
 
-    def _observe_token(self, delta: RequestDelta, gained: int) -> None:
-        at = delta.times.last_token
+    def _observe_tokens(self, index: int, count: int, at: float | None) -> None:
+        self._tokens[index] += count
         if at is None:
             return
-        if self._last_token is None:
-            self._metrics.time_to_first_token.observe((delta.times.first_token or at) - delta.times.arrival)
-        else:
-            self._metrics.inter_token_latency.observe(max(0.0, at - self._last_token) / gained)
-        self._last_token = at
+        if index in self._last_token:
+            self._metrics.inter_token_latency.observe(max(0.0, at - self._last_token[index]) / count)
+        self._last_token[index] = at
 
     def _finish(self, delta: RequestDelta) -> None:
         self._finished = True

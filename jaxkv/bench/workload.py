@@ -53,18 +53,19 @@ async def make_prompts(
 
     Raises BenchmarkError if the server refuses both.
     """
-    ids = random_ids(count, input_len, vocab=vocab, seed=seed)
     if endpoint != CHAT_ENDPOINT:
-        answer = await client.post(endpoint, _probe(endpoint, model, ids[0]))
+        # One prompt more than is measured: what the probe leaves in a prefix cache must help none of them.
+        *ids, probed = random_ids(count + 1, input_len, vocab=vocab, seed=seed)
+        answer = await client.post(endpoint, _probe(endpoint, model, probed))
         if answer.status == 200:
-            return list(ids)
+            return [*ids]
     return await _text_prompts(client, endpoint, model, count, input_len, seed)
 
 
 async def _text_prompts(
     client: HttpClient, endpoint: str, model: str, count: int, input_len: int, seed: int
 ) -> list[list[int] | str]:
-    """Common words are one token each in most vocabularies. Two probes find what a word and the template really cost."""
+    """Common words are mostly one token each. Two probes find what a word and the template really cost."""
     rng = random.Random(seed)
 
     async def tokens_of(num_words: int) -> int:

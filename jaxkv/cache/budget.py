@@ -83,7 +83,9 @@ def plan_pool(
     # One page more than the ledger's blocks: the trash page.
     num_blocks = min(max(usable, 0) // page_bytes - 1, blocks_per_request * max_num_seqs)
     if num_blocks < blocks_per_request:
-        _refuse(page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, kv_cache_memory_bytes)
+        _refuse(
+            page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, kv_cache_memory_bytes
+        )
     return MemoryReport(
         device_bytes=device_bytes,
         weight_bytes=weight_bytes,

@@ -6,16 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv.models.config import ModelConfig
 from pallas_kernels.kv_layout import KVLayout, KVPages
 
 KVPool = tuple[KVPages, ...]
 """One entry per layer group: layers that share page tables and a window. Donated to every step."""
-
-
-def layout_of(config: ModelConfig, *, page_size: int, dtype: str) -> KVLayout:
-    """The layout of the one layer group that all layers of today's families form."""
-    return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
 
 
 def page_spec(layout: KVLayout) -> PartitionSpec:

@@ -12,6 +12,7 @@ from jaxkv.cli import options
 from jaxkv.cli.log import log_to_stderr
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import JaxkvError
+from jaxkv.weights.catalog import DEFAULT_MODEL
 
 _SAMPLING = "Sampling"
 
@@ -20,7 +21,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; read from stdin if it is - or not given.")] = None,
     model: Annotated[
         str, typer.Option(help="Catalog alias, directory, .gguf file or Hugging Face repo id.")
-    ] = options.DEFAULT_MODEL,
+    ] = DEFAULT_MODEL,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     max_tokens: Annotated[

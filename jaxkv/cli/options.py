@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
+from jaxkv.weights.catalog import DEFAULT_MODEL
 
 _MODEL = "Model"
 _CACHE = "KV cache"

@@ -76,9 +76,10 @@ class AsyncEngine:
         self.engine = engine
         self.on_step: list[StepListener] = []
         self._changed = threading.Condition()
-        self._arrived: deque[RequestStream] = deque()
-        self._aborted: deque[str] = deque()
-        self._streams: dict[str, RequestStream] = {}
+        self._commands: deque[RequestStream | str] = deque()  # in order: a stream to serve, or an id to abort
+        self._arrived = 0  # sequences among the commands
+        self._streams: dict[str, RequestStream] = {}  # all that somebody may be reading
+        self._served: dict[str, RequestStream] = {}  # those that the engine knows; the loop thread's own
         self._taking = True
         self._stop = False
         self._death: Exception | None = None
@@ -105,7 +106,7 @@ class AsyncEngine:
         return time.monotonic() - self._last_round
 
     def stats(self) -> EngineStats:
-        """As of the last step, with requests that arrived since counted as waiting."""
+        """As of the last step."""
         return self._stats
 
     async def prepare(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
@@ -121,7 +122,8 @@ class AsyncEngine:
             if request.request_id in self._streams:
                 raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
             self._streams[request.request_id] = stream
-            self._arrived.append(stream)
+            self._commands.append(stream)
+            self._arrived += request.params.n
             self._changed.notify()
         return stream
 
@@ -140,7 +142,7 @@ class AsyncEngine:
         """Ends a request before the next step; unknown ids are ignored. Its stream gets no further delta."""
         with self._changed:
             if self._streams.pop(request_id, None) is not None:
-                self._aborted.append(request_id)
+                self._commands.append(request_id)
                 self._changed.notify()
 
     async def drain(self, timeout: float) -> bool:
@@ -186,50 +188,51 @@ class AsyncEngine:
                 self._last_round = time.monotonic()
                 if self._stop:
                     return False
-                if self._arrived or self._aborted or self.engine.has_unfinished:
+                if self._commands or self.engine.has_unfinished:
                     return True
                 self._changed.wait(_IDLE_SECONDS)
 
     def _take_commands(self) -> None:
         with self._changed:
-            arrived, aborted = list(self._arrived), list(self._aborted)
-            self._arrived.clear()
-            self._aborted.clear()
-        gone = set(aborted)
-        for stream in arrived:
-            if stream.request.request_id in gone:
-                gone.discard(stream.request.request_id)
-                continue
-            self._submit(stream)
-        for request_id in gone:
-            self.engine.abort(request_id)
+            commands = list(self._commands)
+            self._commands.clear()
+            self._arrived = 0
+        for command in commands:
+            if isinstance(command, RequestStream):
+                self._submit(command)
+            else:
+                self._served.pop(command, None)
+                self.engine.discard(command)
 
     def _submit(self, stream: RequestStream) -> None:
         try:
             self.engine.submit(stream.request)
+            self._served[stream.request.request_id] = stream
         except RequestError as error:
-            self._forget(stream.request.request_id)
+            self._forget(stream)
             stream.put(error)
 
     def _deliver(self, deltas: list[RequestDelta]) -> None:
         for delta in deltas:
-            with self._changed:
-                stream = self._streams.get(delta.request_id)
+            stream = self._served.get(delta.request_id)
             if stream is None:
                 continue
             if delta.finished:
-                self._forget(delta.request_id)
+                del self._served[delta.request_id]
+                self._forget(stream)
             stream.put(delta)
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, stream: RequestStream) -> None:
+        """Its id may be used again."""
         with self._changed:
-            self._streams.pop(request_id, None)
+            if self._streams.get(stream.request.request_id) is stream:
+                del self._streams[stream.request.request_id]
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
             streams = list(self._streams.values())
             self._streams.clear()
-            self._arrived.clear()
+            self._commands.clear()
         for stream in streams:
             stream.put(error)
 
@@ -244,10 +247,9 @@ class AsyncEngine:
         limit = self.engine.config.max_queued_requests
         if limit is None:
             return
-        arrived = sum(stream.request.params.n for stream in self._arrived)
-        waiting = self._stats.num_waiting + arrived + request.params.n
+        waiting = self._stats.num_waiting + self._arrived
         free = (self.engine.config.max_num_seqs or 0) - self._stats.num_running
-        if waiting - max(free, 0) > limit:
+        if waiting + request.params.n - max(free, 0) > limit:
             raise QueueFullError(
-                f"{self._stats.num_waiting + arrived} requests are waiting and --max-queued-requests is {limit}: try again later"
+                f"{waiting} requests are waiting and --max-queued-requests is {limit}: try again later"
             )

@@ -14,7 +14,6 @@ import numpy as np
 from platformdirs import user_cache_dir
 
 from jaxkv.cache.budget import MemoryReport, device_memory, plan_pool
-from jaxkv.cache.pool import layout_of
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.engine.admission import Admission
@@ -33,6 +32,7 @@ from jaxkv.text.chat import compile_chat_template
 from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.weights.hub import resolve
 from jaxkv.weights.load import LoadedModel, load_model
+from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.ragged_paged_attention.api import Backend, check_supported
 
 log = logging.getLogger("jaxkv")
@@ -73,12 +73,15 @@ def assemble(
     """Builds an engine from a model that is in host memory already, and warms it up."""
     mesh = build_mesh(config.tensor_parallel_size)
     config = resolve_defaults(config, model, mesh.devices.flat[0].platform)
-    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.block_size
+    assert config.max_model_len
+    assert config.max_num_seqs
+    assert config.max_num_batched_tokens
+    assert config.block_size
     template = _chat_template(config, tokenizer)
     shards = config.tensor_parallel_size
     split = split_heads(model, shards)
     dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    layout = layout_of(split, page_size=config.block_size, dtype=dtype)
+    layout = KVLayout(split.num_layers, split.num_kv_heads, split.head_dim, config.block_size, dtype)
     try:
         check_supported(config.attention_backend, layout, num_heads=split.num_heads)
     except ValueError as error:
@@ -112,7 +115,9 @@ def assemble(
         chat_template=template,
         seed=config.seed,
     )
-    return Engine(EngineParts(config, model, tokenizer, generation_config, memory, runner, Scheduler(limits), admission))
+    return Engine(
+        EngineParts(config, model, tokenizer, generation_config, memory, runner, Scheduler(limits), admission)
+    )
 
 
 def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
@@ -175,7 +180,10 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
 
 
 def _scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:
-    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens and config.block_size
+    assert config.max_model_len
+    assert config.max_num_seqs
+    assert config.max_num_batched_tokens
+    assert config.block_size
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=config.block_size,

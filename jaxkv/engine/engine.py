@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence as Seq
+from collections.abc import Container, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from rich.progress import track
 
 from jaxkv.cache.budget import MemoryReport
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import RequestError
-from jaxkv.core.outputs import FinishReason, RequestDelta, RequestOutput, RequestTimes, join_deltas
+from jaxkv.core.outputs import FinishReason, RequestDelta, RequestOutput, RequestTimes
 from jaxkv.core.sampling_params import SamplingParams
+from jaxkv.engine import generation
 from jaxkv.engine.admission import Admission
 from jaxkv.engine.choice import Choice
 from jaxkv.engine.live_request import LiveRequest
 from jaxkv.engine.page_view import PageView, view_pages
-from jaxkv.engine.request import Prompt, Request, as_prompt_list
+from jaxkv.engine.request import Prompt, Request
 from jaxkv.engine.stats import EngineStats, StepStats
 from jaxkv.engine.step_work import HostLogprobs, chunk_of, flags_of
 from jaxkv.models.config import ModelConfig
@@ -83,6 +84,11 @@ class Engine:
     def has_unfinished(self) -> bool:
         return bool(self._live) or bool(self._unclaimed)
 
+    @property
+    def unfinished(self) -> tuple[str, ...]:
+        """Ids of the requests that have not ended, oldest first."""
+        return tuple(self._live)
+
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """The model's generation_config, with overrides."""
         return SamplingParams(**{**self.generation_config, **overrides})
@@ -138,6 +144,11 @@ class Engine:
         self._unclaimed.extend(self._collect([live]))
         return True
 
+    def discard(self, request_id: str) -> None:
+        """Aborts a request whose reader has gone: its last delta is dropped, and its id is free at once."""
+        if self.abort(request_id):
+            self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
+
     # --- the step -------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestDelta]:
@@ -177,7 +188,11 @@ class Engine:
         sampled: dict[int, Entry] = {}
         for row, entry in enumerate(plan.entries):
             if entry.samples and broken[row]:
-                self._end(entry.seq, "error", "the model's logits are not finite numbers: its weights or its cache are damaged")
+                self._end(
+                    entry.seq,
+                    "error",
+                    "the model's logits are not finite numbers: its weights or its cache are damaged",
+                )
             elif entry.samples:
                 sampled[row] = entry
         self._scheduler.commit(plan, {entry.seq.seq_id: [tokens[row]] for row, entry in sampled.items()})
@@ -186,7 +201,9 @@ class Engine:
             k = live.request.params.logprobs
             if k is not None:
                 logprobs = logprobs or HostLogprobs(output.logprobs)
-            delta = choice.push(tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k))
+            delta = choice.push(
+                tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k)
+            )
             if choice.finished:
                 self._scheduler.finish(entry.seq.seq_id, "stop")
             live.gain(delta)
@@ -225,9 +242,7 @@ class Engine:
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
                 known = live.prompt_logprobs_known
                 positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
-                live.add_prompt_logprobs(
-                    [host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions]
-                )
+                live.add_prompt_logprobs([host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions])
             first_row += entry.num_tokens
 
     def _fail(self, plan: StepPlan, error: Exception) -> float:
@@ -244,7 +259,7 @@ class Engine:
         if not choice.finished:
             live.gain(choice.end(reason, error))
 
-    def _collect(self, lives: Iterator[LiveRequest] | Seq[LiveRequest] | dict[LiveRequest, None]) -> list[RequestDelta]:
+    def _collect(self, lives: Iterable[LiveRequest]) -> list[RequestDelta]:
         """The deltas of some requests; those that have ended are forgotten."""
         now = time.monotonic()
         deltas = []
@@ -298,68 +313,23 @@ class Engine:
         params: for all prompts, or one for each. progress: shows a bar when there are several prompts.
         Raises RequestError for the first prompt that is refused; nothing has run then.
         """
-        many = as_prompt_list(prompts)
-        each = list(params) if isinstance(params, Seq) else [params] * len(many)
-        if len(each) != len(many):
-            raise RequestError(f"{len(many)} prompts came with {len(each)} params: give one, or one each", param="params")
-        requests = [self.prepare(prompt, p) for prompt, p in zip(many, each, strict=True)]
-        gathered: dict[str, list[RequestDelta]] = {self.submit(request): [] for request in requests}
-        done = self._finished_of(gathered)
-        if progress and len(requests) > 1:
-            done = track(done, description="generating", total=len(requests))
-        try:
-            for _ in done:
-                pass
-        finally:
-            for request in requests:
-                self.abort(request.request_id)
-        return [join_deltas(gathered[request.request_id], prompt=request.prompt) for request in requests]
+        return generation.generate(self, prompts, params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestDelta, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
         """Runs one prompt and yields what it gains; closing the iterator early aborts the request.
 
         Raises RequestError at once, not at the first item.
         """
-        request_id = self.add_request(prompt, params)
+        return generation.stream(self, prompt, params)
 
-        def deltas() -> Generator[RequestDelta, None, None]:
-            gathered: dict[str, list[RequestDelta]] = {request_id: []}
-            try:
-                finished = False
-                while not finished:
-                    self._step_into(gathered)
-                    for delta in gathered[request_id]:
-                        finished = delta.finished
-                        yield delta
-                    gathered[request_id].clear()
-            finally:
-                if self.abort(request_id):
-                    self._step_aside(request_id)
-
-        return deltas()
-
-    def _finished_of(self, gathered: dict[str, list[RequestDelta]]) -> Iterator[str]:
-        """Steps until every request in `gathered` has its deltas; yields the ids as they finish."""
-        left = set(gathered)
-        while left:
-            for delta in self._step_into(gathered):
-                if delta.finished:
-                    left.discard(delta.request_id)
-                    yield delta.request_id
-
-    def _step_into(self, gathered: dict[str, list[RequestDelta]]) -> list[RequestDelta]:
-        """One step; deltas of requests that are not in `gathered` stay for whoever calls `step` next."""
-        mine, others = [], []
+    def step_for(self, request_ids: Container[str]) -> list[RequestDelta]:
+        """One step that returns the deltas of some requests; those of the others wait for the next `step`."""
+        mine: list[RequestDelta] = []
+        others: list[RequestDelta] = []
         for delta in self.step():
-            (mine if delta.request_id in gathered else others).append(delta)
-        for delta in mine:
-            gathered[delta.request_id].append(delta)
+            (mine if delta.request_id in request_ids else others).append(delta)
         self._unclaimed = others + self._unclaimed
         return mine
-
-    def _step_aside(self, request_id: str) -> None:
-        """Drops the last words of a request whose reader has gone."""
-        self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
 
     # --- looking inside -------------------------------------------------------------------------------------------
 

@@ -14,11 +14,13 @@ from jaxkv.models.params import Params
 from jaxkv.models.rope import rotate
 
 Cache = TypeVar("Cache")
-Attend = Callable[[Cache, Int[Array, ""], Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], tuple[Cache, Array]]
+Attend = Callable[
+    [Cache, Int[Array, ""], Float[Array, "T K G D"], Float[Array, "T K D"], Float[Array, "T K D"]], tuple[Cache, Array]
+]
 """(cache, layer, queries, keys, values) -> (cache with the new keys and values, attention output [T, K, G, D])."""
 
 
-def forward(
+def forward[Cache](
     config: ModelConfig,
     params: Params,
     cache: Cache,
@@ -53,7 +55,7 @@ def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> 
     return (wide * scale * weight[None, :]).astype(x.dtype)
 
 
-def _attention(
+def _attention[Cache](
     config: ModelConfig,
     weights: Params,
     cache: Cache,
@@ -62,19 +64,20 @@ def _attention(
     positions: Int[Array, " T"],
     attend: Attend[Cache],
 ) -> tuple[Cache, Float[Array, "T E"]]:
-    G = config.group_size
+    T, (K, G, D) = hidden.shape[0], (config.num_kv_heads, config.group_size, config.head_dim)
     normed = rms_norm(hidden, weights["attn_norm"], config.rms_norm_eps)
-    qkv = _matmul("te,kgde->tkgd", normed, weights["qkv"])
+    qkv = _matmul(normed, weights["qkv"].reshape(K * (G + 2) * D, -1)).reshape(T, K, G + 2, D)
     qk = rotate(qkv[:, :, : G + 1], positions, config.rope)
     cache, mixed = attend(cache, layer, qk[:, :, :G], qk[:, :, G], qkv[:, :, G + 1])
-    return cache, hidden + _matmul("tkgd,ekgd->te", mixed, weights["o"])
+    return cache, hidden + _matmul(mixed.reshape(T, K * G * D), weights["o"].reshape(-1, K * G * D))
 
 
 def _mlp(config: ModelConfig, weights: Params, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
     normed = rms_norm(hidden, weights["mlp_norm"], config.rms_norm_eps)
-    gate_up = _matmul("te,xfe->txf", normed, weights["gate_up"])
-    return hidden + _matmul("tf,ef->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], weights["down"])
+    gate, up = _matmul(normed, weights["gate_up"][0]), _matmul(normed, weights["gate_up"][1])
+    return hidden + _matmul(jax.nn.silu(gate) * up, weights["down"])
 
 
-def _matmul(contraction: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jnp.einsum(contraction, x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+def _matmul(x: Float[Array, "T in"], weight: Float[Array, "out in"]) -> Float[Array, "T out"]:
+    """Two-dimensional on purpose: XLA's CPU backend multiplies by weights of more dimensions several times slower."""
+    return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jaxtyping import Array, Float, Int
 
 from jaxkv.models.config import RopeConfig
+
+Frequencies = npt.NDArray[np.floating[Any]]
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -33,16 +37,19 @@ def rotate(x: Float[Array, "T ... D"], positions: Int[Array, " T"], rope: RopeCo
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
 
 
-def _llama3(rope: RopeConfig, inv: np.ndarray) -> np.ndarray:
+def _llama3(rope: RopeConfig, inv: Frequencies) -> Frequencies:
     """Llama 3.1: long wavelengths divided by the factor, short ones kept, the band between blended."""
     assert rope.original_max_position is not None
     wavelength = 2 * math.pi / inv
-    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
     smooth = np.clip(smooth, 0.0, 1.0)
-    return (1 - smooth) * inv / rope.factor + smooth * inv
+    scaled: Frequencies = (1 - smooth) * inv / rope.factor + smooth * inv
+    return scaled
 
 
-def _yarn(rope: RopeConfig, inv: np.ndarray, head_dim: int) -> np.ndarray:
+def _yarn(rope: RopeConfig, inv: Frequencies, head_dim: int) -> Frequencies:
     """YaRN's "NTK-by-parts" blend between interpolated and original frequencies (Peng et al. 2023, section 3.2)."""
     original = rope.original_max_position
     assert original is not None
@@ -55,7 +62,8 @@ def _yarn(rope: RopeConfig, inv: np.ndarray, head_dim: int) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
-    return inv / rope.factor * ramp + inv * (1 - ramp)
+    blended: Frequencies = inv / rope.factor * ramp + inv * (1 - ramp)
+    return blended
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:

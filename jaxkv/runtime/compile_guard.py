@@ -33,6 +33,7 @@ class CompileGuard:
     def close(self) -> None:
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, _seconds: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
         if event == _LOWERED and getattr(self._watching, "now", False):
             self.compilations += 1

@@ -1,7 +1,7 @@
 """Fits a model to a tensor-parallel size that its KV heads or its MLP do not divide by.
 
-More devices than KV heads: each KV head is copied, and its query heads are dealt to the copies in whole groups. Otherwise KV heads
-that do not divide are padded with heads of zeros, which change nothing in the output; so is the MLP's width.
+More devices than KV heads: each KV head is copied, and its query heads are dealt to the copies in whole groups. What still
+does not divide is padded with heads of zeros, which change nothing in the output; so is the MLP's width.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from jaxkv.models.params import Params
 def split_heads(config: ModelConfig, shards: int) -> ModelConfig:
     """The configuration of the same model whose KV heads and MLP width divide by `shards`.
 
-    Raises ConfigError when `shards` exceeds the KV heads and the query heads of a group cannot be dealt evenly.
+    Of the ways to copy and pad it takes the one with the fewest heads (of q, k and v) in all.
+    Raises ConfigError when there are fewer query heads than devices.
     """
     K, G = config.num_kv_heads, config.group_size
-    copies = max(1, -(-shards // K))
-    if G % copies:
+    if shards > config.num_heads:
         raise ConfigError(
-            f"tensor_parallel_size {shards} needs {copies} copies of each of {K} KV heads, but the {G} query heads of a KV head "
-            f"cannot be dealt to {copies} copies evenly: choose a tensor_parallel_size of at most "
-            f"{K * max(c for c in range(1, copies) if G % c == 0)}"
+            f"tensor_parallel_size is {shards}, but the model has {config.num_heads} query heads: choose at most that many"
         )
-    heads = -(-K * copies // shards) * shards
+
+    def padded(copies: int) -> int:
+        return -(-K * copies // shards) * shards
+
+    copies = min((c for c in range(1, G + 1) if G % c == 0), key=lambda c: padded(c) * (G // c + 2))
+    heads = padded(copies)
     width = -(-config.intermediate_size // shards) * shards
-    return dataclasses.replace(
-        config, num_kv_heads=heads, num_heads=heads * (G // copies), head_dim=config.head_dim, intermediate_size=width
-    )
+    return dataclasses.replace(config, num_kv_heads=heads, num_heads=heads * (G // copies), intermediate_size=width)
 
 
 def split_params(config: ModelConfig, target: ModelConfig, params: Params) -> Params:

@@ -46,7 +46,10 @@ def param_shardings(mesh: Mesh, config: ModelConfig) -> dict[str, Any]:
         ]
         return NamedSharding(mesh, PartitionSpec(*axes))
 
-    return jax.tree.map(sharding, declare_params(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    shardings: dict[str, Any] = jax.tree.map(
+        sharding, declare_params(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+    )
+    return shardings
 
 
 def put_params(mesh: Mesh, config: ModelConfig, params: Params) -> Params:

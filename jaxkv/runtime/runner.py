@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +40,9 @@ class Runner:
         self.pool = create_pool(spec.mesh, spec.layout, num_blocks)
         self._state = self._new_state()
         self._step = make_step(spec)
-        shardings = {"in_shardings": everywhere, "out_shardings": everywhere}
-        self._seat = jax.jit(slot_state.seat, donate_argnums=0, **shardings)
-        self._add_history = jax.jit(slot_state.add_history, donate_argnums=0, **shardings)
+        placed: dict[str, Any] = {"in_shardings": everywhere, "out_shardings": everywhere, "donate_argnums": 0}
+        self._seat = jax.jit(slot_state.seat, **placed)
+        self._add_history = jax.jit(slot_state.add_history, **placed)
         self._guard = CompileGuard()
         self._warm_compilations = 0
 
@@ -54,7 +56,9 @@ class Runner:
         started = time.monotonic()
         padding_slot = self.buckets.max_num_seqs
         with self._guard.watch():
-            self.seat(padding_slot, SamplingParams(temperature=0.0, max_tokens=1, presence_penalty=1.0), (), 0, [0], [0])
+            self.seat(
+                padding_slot, SamplingParams(temperature=0.0, max_tokens=1, presence_penalty=1.0), (), 0, [0], [0]
+            )
             for T, W in self.buckets.shapes():
                 S = self.buckets.sequences(T)
                 batch = empty_batch(T, W, S, no_flags(), trash_page=self.num_blocks, padding_slot=padding_slot)
@@ -103,7 +107,7 @@ class Runner:
         """Fills pages with NaN: for tests, which so prove that nobody reads a free page."""
         (group,) = self.pool
         pages = group.pages.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
-        self.pool = (group.replace(pages=jax.device_put(pages, group.pages.sharding)),)
+        self.pool = (dataclasses.replace(group, pages=jax.device_put(pages, group.pages.sharding)),)
 
     def _checked(self, block: int) -> int:
         """JAX clamps ids that are out of range, so they are checked here."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.runtime.arrays import HostOrDevice
 from jaxkv.runtime.slot_state import SlotState
 
 
@@ -20,14 +21,14 @@ from jaxkv.runtime.slot_state import SlotState
 class SamplingFlags:
     """What at least one request of the step asks for; bool scalars."""
 
-    penalties: jax.Array
-    bias: jax.Array
-    min_tokens: jax.Array
-    random: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    logprobs: jax.Array
-    prompt_logprobs: jax.Array
+    penalties: HostOrDevice
+    bias: HostOrDevice
+    min_tokens: HostOrDevice
+    random: HostOrDevice
+    top_k: HostOrDevice
+    top_p: HostOrDevice
+    logprobs: HostOrDevice
+    prompt_logprobs: HostOrDevice
 
 
 def sample(
@@ -54,8 +55,9 @@ def _penalize(logits: Float[Array, "S V"], state: SlotState, slots: Int[Array, "
     seen = state.prompt_seen[slots] | (counts > 0)
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen, repeated, logits)
-    logits -= state.frequency[slots][:, None] * counts.astype(jnp.float32)
-    return logits - state.presence[slots][:, None] * (counts > 0).astype(jnp.float32)
+    logits = logits - state.frequency[slots][:, None] * counts.astype(jnp.float32)
+    penalized: Array = logits - state.presence[slots][:, None] * (counts > 0).astype(jnp.float32)
+    return penalized
 
 
 def _add_bias(logits: Float[Array, "S V"], state: SlotState, slots: Int[Array, " S"]) -> Float[Array, "S V"]:
@@ -122,7 +124,7 @@ def _keep_above(
     """Keeps the values at or above the highest threshold for which `enough` holds, bisecting over the floats' order."""
     order = _ordered_bits(x)
 
-    def halve(step: int, low: Int[Array, " S"]) -> Int[Array, " S"]:
+    def halve(step: Array, low: Int[Array, " S"]) -> Int[Array, " S"]:
         candidate = low | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
         return jnp.where(enough(order >= candidate[:, None]), candidate, low)
 
@@ -131,6 +133,6 @@ def _keep_above(
 
 
 def _ordered_bits(x: Float[Array, "S V"]) -> Int[Array, "S V"]:
-    """uint32 whose order is the order of the floats."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    """uint32 whose order is the order of the floats; -0 and 0 are one value."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0.0, 0.0, x), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -1,11 +1,13 @@
 """Per-slot data that lives on the device: what the sampler needs to know of each running sequence.
 
-A slot is seated when a sequence starts to run (or resumes after preemption) and is then kept up to date by the step itself, so that a
-step can be dispatched before the host has read the one before. Slot `max_num_seqs` is the padding slot, which nobody reads.
+A slot is seated when a sequence starts to run (or resumes after preemption) and is then kept up to date by the step
+itself, so that a step can be dispatched before the host has read the one before. Slot `max_num_seqs` is the
+padding slot, which nobody reads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -16,6 +18,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from jaxkv.core.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxkv.runtime.arrays import HostOrDevice
 
 HISTORY_CHUNK = 1024
 """Tokens of history that one call of `add_history` takes (a static shape)."""
@@ -25,23 +28,23 @@ HISTORY_CHUNK = 1024
 class SlotState:
     """Arrays over N slots. Counts and `prompt_seen` are kept only for slots that use penalties."""
 
-    last_token: jax.Array  # [N] int32
-    output_len: jax.Array  # [N] int32, tokens generated so far: the position that the RNG key folds in
-    seed: jax.Array  # [N, 2] uint32, key data
-    temperature: jax.Array  # [N] float32, 0 = greedy
-    top_p: jax.Array  # [N] float32
-    min_p: jax.Array  # [N] float32
-    top_k: jax.Array  # [N] int32, V = off
-    presence: jax.Array  # [N] float32
-    frequency: jax.Array  # [N] float32
-    repetition: jax.Array  # [N] float32
-    min_tokens: jax.Array  # [N] int32
-    max_tokens: jax.Array  # [N] int32
-    stop_ids: jax.Array  # [N, MAX_STOP_TOKEN_IDS] int32, -1 = empty
-    bias_ids: jax.Array  # [N, MAX_LOGIT_BIAS] int32, V = empty
-    bias: jax.Array  # [N, MAX_LOGIT_BIAS] float32
-    output_counts: jax.Array  # [N, V] int32
-    prompt_seen: jax.Array  # [N, V] bool
+    last_token: HostOrDevice  # [N] int32
+    output_len: HostOrDevice  # [N] int32, tokens generated so far: the position that the RNG key folds in
+    seed: HostOrDevice  # [N, 2] uint32, key data
+    temperature: HostOrDevice  # [N] float32, 0 = greedy
+    top_p: HostOrDevice  # [N] float32
+    min_p: HostOrDevice  # [N] float32
+    top_k: HostOrDevice  # [N] int32, V = off
+    presence: HostOrDevice  # [N] float32
+    frequency: HostOrDevice  # [N] float32
+    repetition: HostOrDevice  # [N] float32
+    min_tokens: HostOrDevice  # [N] int32
+    max_tokens: HostOrDevice  # [N] int32
+    stop_ids: HostOrDevice  # [N, MAX_STOP_TOKEN_IDS] int32, -1 = empty
+    bias_ids: HostOrDevice  # [N, MAX_LOGIT_BIAS] int32, V = empty
+    bias: HostOrDevice  # [N, MAX_LOGIT_BIAS] float32
+    output_counts: HostOrDevice  # [N, V] int32
+    prompt_seen: HostOrDevice  # [N, V] bool
 
 
 def empty_state(num_slots: int, vocab_size: int) -> SlotState:
@@ -67,7 +70,8 @@ def slot_row(
 def seat(state: SlotState, slot: Int[Array, ""], row: dict[str, Array]) -> SlotState:
     """Fills a slot for a new sequence and forgets the one before."""
     filled = {name: getattr(state, name).at[slot].set(value) for name, value in row.items()}
-    return state.replace(
+    return dataclasses.replace(
+        state,
         **filled,
         output_counts=state.output_counts.at[slot].set(0),
         prompt_seen=state.prompt_seen.at[slot].set(False),
@@ -78,15 +82,14 @@ def add_history(
     state: SlotState, slot: Int[Array, ""], prompt: Int[Array, " C"], output: Int[Array, " C"]
 ) -> SlotState:
     """Marks prompt tokens as seen and counts output tokens; entries outside the vocabulary are padding."""
-    return state.replace(
+    return dataclasses.replace(
+        state,
         prompt_seen=state.prompt_seen.at[slot, prompt].set(True, mode="drop"),
         output_counts=state.output_counts.at[slot, output].add(1, mode="drop"),
     )
 
 
-def history_chunks(
-    prompt: Seq[int], output: Seq[int], vocab_size: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def history_chunks(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Cuts a sequence's history into the static chunks that `add_history` takes."""
 
     def chunk(ids: Seq[int], start: int) -> np.ndarray:
@@ -104,9 +107,7 @@ def uses_history(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
-def _row(
-    params: SamplingParams, stop_ids: Seq[int], seed: int, output_len: int, vocab_size: int
-) -> dict[str, Any]:
+def _row(params: SamplingParams, stop_ids: Seq[int], seed: int, output_len: int, vocab_size: int) -> dict[str, Any]:
     stops = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
     stops[: len(stop_ids)] = list(stop_ids)
     bias_ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)

@@ -67,7 +67,8 @@ def _step(
     pool, hidden = decoder.forward(spec.model, params, pool, tokens, batch.positions, _attention(spec, batch))
 
     def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
-        return jax.lax.with_sharding_constraint(decoder.logits(params, rows), replicated(spec.mesh))
+        gathered: Array = jax.lax.with_sharding_constraint(decoder.logits(params, rows), replicated(spec.mesh))
+        return gathered
 
     last_rows = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     logits = to_logits(hidden[last_rows])
@@ -86,7 +87,8 @@ def _advance(state: SlotState, batch: StepBatch, sampled: Int[Array, " S"]) -> S
     """Records the sampled tokens in their slots; the others go to the padding slot."""
     padding_slot = state.last_token.shape[0] - 1
     slots = jnp.where(batch.samples, batch.slots, padding_slot)
-    return state.replace(
+    return dataclasses.replace(
+        state,
         last_token=state.last_token.at[slots].set(sampled),
         output_len=state.output_len.at[slots].add(1),
         output_counts=state.output_counts.at[slots, sampled].add(1),

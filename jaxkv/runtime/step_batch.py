@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import numpy as np
 from flax import struct
 
+from jaxkv.runtime.arrays import HostOrDevice
 from jaxkv.runtime.sampler import SamplingFlags
 
 MIN_ROWS = 8
 """No step has fewer token rows: narrower matmuls are slower on CPU, and no faster elsewhere."""
 _ROW_MULTIPLE = 32
-_MIN_TABLE_WIDTH = 256
+_MIN_TABLE_WIDTH = 1024
 _TABLE_GROWTH = 8
 
 
@@ -22,18 +24,18 @@ _TABLE_GROWTH = 8
 class StepBatch:
     """One step's tokens on a flat axis. T rows, S sequences, W page-table columns; unused entries are padding."""
 
-    tokens: jax.Array  # [T] int32; -1: the slot's last sampled token, which only the device may know yet
-    positions: jax.Array  # [T] int32
-    token_seqs: jax.Array  # [T] int32: which of the S sequences a row belongs to
-    write_pages: jax.Array  # [T] int32; the trash page for rows that must not write
-    write_offsets: jax.Array  # [T] int32
-    targets: jax.Array  # [T] int32: the following prompt token, for prompt_logprobs
-    page_table: jax.Array  # [S, W] int32
-    cu_q_lens: jax.Array  # [S + 1] int32
-    kv_lens: jax.Array  # [S] int32
-    slots: jax.Array  # [S] int32; the padding slot for unused entries
-    samples: jax.Array  # [S] bool: whether the sequence's last row is sampled from
-    num_seqs: jax.Array  # [] int32
+    tokens: HostOrDevice  # [T] int32; -1: the slot's last sampled token, which only the device may know yet
+    positions: HostOrDevice  # [T] int32
+    token_seqs: HostOrDevice  # [T] int32: which of the S sequences a row belongs to
+    write_pages: HostOrDevice  # [T] int32; the trash page for rows that must not write
+    write_offsets: HostOrDevice  # [T] int32
+    targets: HostOrDevice  # [T] int32: the following prompt token, for prompt_logprobs
+    page_table: HostOrDevice  # [S, W] int32
+    cu_q_lens: HostOrDevice  # [S + 1] int32
+    kv_lens: HostOrDevice  # [S] int32
+    slots: HostOrDevice  # [S] int32; the padding slot for unused entries
+    samples: HostOrDevice  # [S] bool: whether the sequence's last row is sampled from
+    num_seqs: HostOrDevice  # [] int32
     flags: SamplingFlags
 
 
@@ -124,7 +126,7 @@ def build_batch(
         batch.slots[s] = chunk.slot
         batch.samples[s] = chunk.samples
     batch.cu_q_lens[len(chunks) + 1 :] = row
-    return batch.replace(num_seqs=np.int32(len(chunks)))
+    return dataclasses.replace(batch, num_seqs=np.int32(len(chunks)))
 
 
 def empty_batch(T: int, W: int, S: int, flags: SamplingFlags, *, trash_page: int, padding_slot: int) -> StepBatch:
@@ -147,5 +149,5 @@ def empty_batch(T: int, W: int, S: int, flags: SamplingFlags, *, trash_page: int
 
 
 def no_flags() -> SamplingFlags:
-    names = SamplingFlags.__dataclass_fields__
-    return SamplingFlags(**dict.fromkeys(names, np.bool_(False)))
+    flags: dict[str, Any] = dict.fromkeys(SamplingFlags.__dataclass_fields__, np.bool_(False))
+    return SamplingFlags(**flags)

@@ -128,6 +128,12 @@ class Scheduler:
                 finished.append(seq)
         return finished
 
+    def forget_computed(self) -> None:
+        """The pool's content is lost: running sequences are recomputed, and no cached block is found."""
+        for seq in reversed(self._running.copy()):
+            self._requeue(seq)
+        self._blocks.forget_cached()
+
     def check(self) -> None:
         """Raises LedgerError when the books do not balance. O(num_blocks); for tests and idle moments."""
         self._blocks.check(self._running)
@@ -159,8 +165,11 @@ class Scheduler:
         return fits
 
     def _preempt(self, seq: Sequence, draft: PlanDraft) -> None:
-        self._unseat(seq)
+        self._requeue(seq)
         draft.drop(seq)
+
+    def _requeue(self, seq: Sequence) -> None:
+        self._unseat(seq)
         seq.status = SequenceStatus.WAITING
         seq.num_preemptions += 1
         self.counters.num_preemptions += 1

@@ -86,6 +86,10 @@ class SequenceBlocks:
         seq.num_shared_tokens = 0
         seq.num_computed = 0
 
+    def forget_cached(self) -> None:
+        """Empties the prefix cache: every cached block is evicted."""
+        self.ledger.free(self.ledger.allocate(self.ledger.num_available))
+
     def check(self, running: list[Sequence]) -> None:
         """Raises LedgerError unless exactly the running sequences hold blocks and index and ledger agree."""
         self.ledger.check()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,25 +43,24 @@ def build_params(config: ModelConfig, reader: TensorReader, dtype: str) -> Param
     dtype: "float32" or "bfloat16". Raises ModelLoadError that names a tensor which is missing, left over or of a wrong
     shape (before any is read), or not finite.
     """
+    specs = declare_params(config)
     try:
-        params = _allocate(declare_params(config), _DTYPES[dtype])
-    except MemoryError as error:
+        _check_accounted(config, reader, _tree(specs, _stand_in))
+        params = _tree(specs, lambda spec: np.empty(spec.shape, np.float32 if spec.norm else _DTYPES[dtype]))
+    except (MemoryError, ValueError) as error:  # numpy's words for "too large"
         raise ModelLoadError(f"{reader.where}: the weights in {dtype} do not fit in memory: {error}") from error
-    slots = list(_slots(config, params))
-    _check_accounted(config, reader, slots)
-    for slot in slots:
+    for slot in _slots(config, params):
         _fill(slot, reader)
     return params
 
 
-def _allocate(specs: dict[str, Any], dtype: np.dtype[Any]) -> Params:
-    return {name: _allocate_one(spec, dtype) for name, spec in specs.items()}
+def _tree(specs: dict[str, Any], make: Callable[[ParamSpec], NDArray[Any]]) -> Params:
+    return {name: _tree(spec, make) if isinstance(spec, dict) else make(spec) for name, spec in specs.items()}
 
 
-def _allocate_one(spec: ParamSpec | dict[str, Any], dtype: np.dtype[Any]) -> Any:
-    if isinstance(spec, dict):
-        return _allocate(spec, dtype)
-    return np.empty(spec.shape, np.float32 if spec.norm else dtype)
+def _stand_in(spec: ParamSpec) -> NDArray[Any]:
+    """An array of the right shape and no memory, so that a configuration is checked before anything is allocated for it."""
+    return np.broadcast_to(np.zeros((), np.int8), spec.shape)
 
 
 def _slots(config: ModelConfig, params: Params) -> Iterator[_Slot]:
@@ -84,12 +84,12 @@ def _slots(config: ModelConfig, params: Params) -> Iterator[_Slot]:
         yield _Slot(_LM_HEAD, (V, E), params["lm_head"])
 
 
-def _check_accounted(config: ModelConfig, reader: TensorReader, slots: list[_Slot]) -> None:
+def _check_accounted(config: ModelConfig, reader: TensorReader, stand_ins: Params) -> None:
     shapes = reader.shapes
-    needed = {slot.name for slot in slots}
-    missing = [reader.spelled(slot.name) for slot in slots if slot.name not in shapes]
-    if missing:
-        raise ModelLoadError(f"{reader.where} lacks {_listed(missing)}")
+    missing = (slot.name for slot in _slots(config, stand_ins) if slot.name not in shapes)
+    if first := [reader.spelled(name) for name in itertools.islice(missing, 3)]:
+        raise ModelLoadError(f"{reader.where} lacks {_listed(first)}")
+    needed = {slot.name: slot.shape for slot in _slots(config, stand_ins)}
     unread = [name for name in shapes if name not in needed and not name.endswith(_DERIVED)]
     if config.tie_embeddings and _LM_HEAD in unread:
         _check_same(reader, _LM_HEAD, _EMBED)
@@ -97,12 +97,11 @@ def _check_accounted(config: ModelConfig, reader: TensorReader, slots: list[_Slo
     if unread:
         names = _listed([reader.spelled(name) for name in unread])
         raise ModelLoadError(f"{reader.where} has {names}, which this architecture does not use")
-    for slot in slots:
-        if shapes[slot.name] != slot.shape:
-            found = list(shapes[slot.name])
+    for name, shape in needed.items():
+        if shapes[name] != shape:
             raise ModelLoadError(
-                f"{reader.where}: tensor {reader.spelled(slot.name)} has shape {found}, the configuration asks for "
-                f"{list(slot.shape)}"
+                f"{reader.where}: tensor {reader.spelled(name)} has shape {list(shapes[name])}, the configuration asks "
+                f"for {list(shape)}"
             )
 
 

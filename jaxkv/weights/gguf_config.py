@@ -39,6 +39,8 @@ def gguf_model_config(header: GGUFHeader) -> ModelConfig:
     for key, supported in _ONLY.items():
         keys.require(key, supported)
     num_layers, hidden_size = keys.whole("block_count"), keys.whole("embedding_length")
+    if num_layers > len(header.tensors):
+        raise keys.refuse("block_count", f"the file has only {len(header.tensors)} tensors")
     num_heads = _per_layer(keys, "attention.head_count", num_layers)
     num_kv_heads = (
         _per_layer(keys, "attention.head_count_kv", num_layers) if "attention.head_count_kv" in keys else num_heads
@@ -118,8 +120,8 @@ def _vocab_size(header: GGUFHeader, keys: Keys) -> int:
     rows = table.shape[0]
     if keys.whole_or("vocab_size", rows) != rows:
         raise keys.refuse("vocab_size", f"token_embd.weight has {rows} rows")
-    tokens = header.metadata.get("tokenizer.ggml.tokens", [])
-    if len(tokens) > rows:
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > rows:
         raise ModelLoadError(
             f"{header.path}: tokenizer.ggml.tokens has {len(tokens)} entries, token_embd.weight {rows} rows"
         )

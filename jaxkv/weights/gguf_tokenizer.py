@@ -1,4 +1,4 @@
-"""GGUF metadata -> TokenizerData, and the sampling defaults that newer files carry."""
+"""GGUF metadata -> TokenizerData."""
 
 from __future__ import annotations
 
@@ -12,13 +12,6 @@ from jaxkv.weights.keys import Keys
 _PREFIX = "tokenizer.ggml."
 # Where the file does not say whether a begin-of-sequence token goes first, these pre-tokenizers' models want it.
 _BOS_BY_DEFAULT = ("llama3", "llama-v3", "llama-bpe")
-_SAMPLING = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
 
 
 def gguf_tokenizer_data(header: GGUFHeader) -> TokenizerData:
@@ -56,11 +49,6 @@ def gguf_tokenizer_data(header: GGUFHeader) -> TokenizerData:
         add_space_prefix=keys.flag_or("add_space_prefix", True),
         chat_template=_chat_template(header),
     )
-
-
-def gguf_sampling_defaults(header: GGUFHeader) -> dict[str, Any]:
-    """Sampling defaults under Hugging Face's names; empty for most files."""
-    return {name: header.metadata[key] for key, name in _SAMPLING.items() if key in header.metadata}
 
 
 def _chat_template(header: GGUFHeader) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jaxkv.core.tokenizer_data import TokenizerData
 from jaxkv.models.config import ModelConfig
@@ -13,23 +13,21 @@ from jaxkv.weights.canonical import build_params
 from jaxkv.weights.gguf_config import gguf_model_config
 from jaxkv.weights.gguf_header import GGUFHeader, read_gguf_header
 from jaxkv.weights.gguf_tensors import GGUFTensors
-from jaxkv.weights.gguf_tokenizer import gguf_sampling_defaults, gguf_tokenizer_data
+from jaxkv.weights.gguf_tokenizer import gguf_tokenizer_data
 from jaxkv.weights.hf_config import hf_eos_ids, read_hf_config
 from jaxkv.weights.json_file import read_json
 from jaxkv.weights.safetensors_dir import SafetensorsDir
+from jaxkv.weights.sampling_defaults import GGUF_SPELLING, HF_SPELLING, sampling_defaults
 from jaxkv.weights.source import ModelSource
 
 WeightDType = Literal["float32", "bfloat16"]
-
-_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """params: the tree of `jaxkv.models.params.declare_params(config)` as host numpy arrays.
 
-    tokenizer_data: for GGUF; None for an HF directory, whose tokenizer files lie in `source.path`.
-    chat_template: of the GGUF file; an HF directory's belongs to its tokenizer files.
+    tokenizer_data: for GGUF, chat template included; None for an HF directory, whose tokenizer lies in `source.path`.
     generation_config: the model's own defaults, of temperature, top_k, top_p, min_p, repetition_penalty those it sets.
     eos_ids: every token id that ends the model's turn. files: the weight files that were read.
     """
@@ -38,8 +36,7 @@ class LoadedModel:
     config: ModelConfig
     params: Params
     tokenizer_data: TokenizerData | None
-    chat_template: str | None
-    generation_config: dict[str, Any]
+    generation_config: dict[str, int | float]
     eos_ids: tuple[int, ...]
     files: tuple[Path, ...]
 
@@ -72,8 +69,7 @@ def _load_gguf(source: ModelSource, header: GGUFHeader, dtype: WeightDType) -> L
         config=config,
         params=build_params(config, reader, dtype),
         tokenizer_data=tokenizer,
-        chat_template=tokenizer.chat_template,
-        generation_config=gguf_sampling_defaults(header),
+        generation_config=sampling_defaults(header.metadata, str(header.path), GGUF_SPELLING),
         eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         files=reader.files,
     )
@@ -89,8 +85,7 @@ def _load_hf_dir(source: ModelSource, dtype: WeightDType) -> LoadedModel:
         config=config,
         params=build_params(config, reader, dtype),
         tokenizer_data=None,
-        chat_template=None,
-        generation_config={key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None},
+        generation_config=sampling_defaults(generation, str(generation_path), HF_SPELLING),
         eos_ids=hf_eos_ids(generation, read_json(source.path / "config.json")),
         files=reader.files,
     )

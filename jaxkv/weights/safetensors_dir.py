@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - safetensors needs numpy to know the name bfloat16
 from safetensors import SafetensorError, safe_open
 
 from jaxkv.core.errors import ModelLoadError

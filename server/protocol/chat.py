@@ -7,10 +7,11 @@ from typing import Any
 from pydantic import Field
 
 from jaxkv.core.sampling_params import MAX_LOGPROBS
-from server.protocol.base import MAX_TOKEN_ID, Content, RequestModel, ResponseModel
+from server.protocol.base import RequestModel, ResponseModel
 from server.protocol.completions import PromptLogprobs
 from server.protocol.sampling import GenerationFields
 from server.protocol.usage import Usage
+from server.protocol.values import MAX_TOKEN_ID, Content
 
 
 class ChatMessage(RequestModel):

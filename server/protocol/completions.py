@@ -5,9 +5,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from jaxkv.core.sampling_params import MAX_LOGPROBS
-from server.protocol.base import Prompt, ResponseModel
+from server.protocol.base import ResponseModel
 from server.protocol.sampling import GenerationFields
 from server.protocol.usage import Usage
+from server.protocol.values import Prompt
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this route, where the request says nothing; chat answers go on as long as they fit."""

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from jaxkv.core.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_TOKEN_IDS
-from server.protocol.base import MAX_TOKEN_ID, LogitBias, RequestModel, Stop, TokenIds
+from server.protocol.base import RequestModel
+from server.protocol.values import MAX_TOKEN_ID, LogitBias, Stop, TokenIds
 
 INT64 = 2**63
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from server.protocol.base import RequestModel, ResponseModel, TokenIds
+from server.protocol.base import RequestModel, ResponseModel
 from server.protocol.chat import ChatMessage, ChatOptions
+from server.protocol.values import TokenIds
 
 
 class TokenizeRequest(ChatOptions):

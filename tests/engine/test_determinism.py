@@ -72,7 +72,9 @@ def test_free_pages_may_hold_anything(engine: Engine, alone: list[Answer]) -> No
 
 
 @settings(max_examples=15)
-@given(order=st.permutations(range(len(JOBS))), gaps=st.lists(st.integers(0, 4), min_size=len(JOBS), max_size=len(JOBS)))
+@given(
+    order=st.permutations(range(len(JOBS))), gaps=st.lists(st.integers(0, 4), min_size=len(JOBS), max_size=len(JOBS))
+)
 def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[int], gaps: list[int]) -> None:
     ids: dict[str, int] = {}
     texts: dict[int, dict[int, str]] = {index: {} for index in order}

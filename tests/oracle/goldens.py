@@ -25,7 +25,7 @@ TINY_SURE_MARGIN = 1e-3
 class Golden:
     """One prompt on the default model.
 
-    messages: of a chat, else None; text: the prompt, for a chat rendered with add_generation_prompt; prompt_ids: its ids.
+    messages: of a chat, else None; text: the prompt (a chat rendered with add_generation_prompt); prompt_ids: its ids.
     prompt_logprobs: entry 0 is None, entry i is of prompt token i given those before.
     top: for a few positions i of the prompt, the three best (id, logprob) for that position, best first.
     output_ids: 48 greedy tokens, not stopped by anything; margins: by how much each one's logit leads the second best.

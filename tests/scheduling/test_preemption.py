@@ -107,18 +107,15 @@ def test_a_full_queue_keeps_the_pool_full() -> None:
 
 
 def test_a_newcomer_is_not_admitted_to_be_preempted_at_once() -> None:
-    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=32)
+    scheduler = make_scheduler(num_blocks=2)
     device = SimulatedDevice(scheduler)
-    running = distinct_prompts(2, length=8, max_tokens=4)
-    for seq in running:
-        scheduler.add(seq)
+    running = make_sequence("running", [1] * 3, max_tokens=6)
+    newcomer = make_sequence("newcomer", [7], max_tokens=3, arrival=1)
+    scheduler.add(running)
     step(scheduler, device)
-    assert scheduler.ledger.num_held == 4
-    newcomer = make_sequence("new", [7], max_tokens=2, arrival=9)
     scheduler.add(newcomer)
-    while running[0].status is SequenceStatus.RUNNING:  # both decode into their third block: no room
-        assert newcomer.status is SequenceStatus.WAITING
-        step(scheduler, device)
+    step(scheduler, device)  # one block is left, but the next step of the running sequence takes it
+    assert (scheduler.ledger.num_held, newcomer.status) == (1, SequenceStatus.WAITING)
     drain(scheduler, device)
     assert scheduler.counters.num_preemptions == 0
     assert newcomer.output_ids == expected_output(newcomer)
@@ -151,3 +148,19 @@ def test_the_first_in_order_advances_in_every_step() -> None:
         assert plan is not None
         assert scheduler._running[0] in [entry.seq for entry in plan.entries]
         scheduler.commit(plan, device.run(plan))
+
+
+def test_after_the_pool_is_lost_everything_is_recomputed() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    device = SimulatedDevice(scheduler)
+    sequences = distinct_prompts(4, length=6, max_tokens=9)
+    for seq in sequences:
+        scheduler.add(seq)
+    for _ in range(5):
+        step(scheduler, device)
+    scheduler.forget_computed()
+    device.memory.clear()
+    scheduler.check()
+    assert (scheduler.num_running, scheduler.ledger.num_free) == (0, 16)
+    drain(scheduler, device)
+    assert [seq.output_ids for seq in sequences] == [expected_output(seq) for seq in sequences]

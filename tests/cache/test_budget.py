@@ -1,0 +1,71 @@
+"""How many blocks a memory budget gives, and how a hopeless one is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxkv.cache.budget import plan_pool
+from jaxkv.core.errors import ConfigError
+from pallas_kernels.kv_layout import KVLayout
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=4, head_dim=8, page_size=16, dtype="bfloat16")
+PAGE = 2 * 2 * 4 * 8 * 2 * 16
+
+
+def plan(**changes: Any) -> Any:
+    return plan_pool(
+        LAYOUT,
+        **{
+            "shards": 1,
+            "device_bytes": 1000 * PAGE,
+            "weight_bytes": 100 * PAGE,
+            "workspace_bytes": 50 * PAGE,
+            "memory_utilization": 0.9,
+            "kv_cache_memory_bytes": None,
+            "max_model_len": 256,
+            "max_num_seqs": 1000,
+            **changes,
+        },
+    )
+
+
+def test_bytes_of_a_page() -> None:
+    assert LAYOUT.bytes_per_page == PAGE
+    assert LAYOUT.bytes_per_token * 16 == PAGE
+
+
+def test_what_is_left_becomes_blocks() -> None:
+    report = plan()
+    assert report.num_blocks == 900 - 100 - 50 - 1  # the trash page comes out of the budget too
+    assert report.kv_bytes == 750 * PAGE
+    assert report.tokens == 749 * 16
+    assert report.full_requests == pytest.approx(749 * 16 / 256)
+    assert "749 blocks of 16 = 11984 tokens" in str(report)
+
+
+def test_stated_bytes_override_the_share() -> None:
+    assert plan(kv_cache_memory_bytes=33 * PAGE).num_blocks == 32
+
+
+def test_shards_hold_their_part_of_each_page() -> None:
+    assert plan(kv_cache_memory_bytes=33 * PAGE, shards=4).num_blocks == 131
+
+
+def test_no_more_than_can_be_used() -> None:
+    assert plan(max_num_seqs=2).num_blocks == 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_memory_bytes": 10 * PAGE}, ["longest max_model_len that fits is 144", "--kv-cache-memory-bytes"]),
+        ({"memory_utilization": 0.1}, ["not even one block fits", "--memory-utilization", "available are 0.0000 GiB"]),
+    ],
+)
+def test_no_room(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="No available memory for the cache blocks") as refused:
+        plan(**changes)
+    for word in [*words, "max_model_len 256", f"({17 * PAGE} bytes)", "--max-model-len"]:
+        assert word in str(refused.value)

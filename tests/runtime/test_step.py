@@ -1,0 +1,67 @@
+"""The compiled step: the pool stays where it is, and nothing is compiled twice."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from fixtures.tiny_engine import TINY, random_params, tiny_engine
+
+from jaxkv import ConfigError, SamplingParams
+from jaxkv.runtime.mesh import build_mesh, put_params
+from jaxkv.runtime.runner import Runner
+from jaxkv.runtime.step import StepSpec
+from jaxkv.runtime.step_batch import empty_batch, make_buckets, no_flags
+from pallas_kernels.kv_layout import KVLayout
+
+LAYOUT = KVLayout(TINY.num_layers, TINY.num_kv_heads, TINY.head_dim, 4, "float32")
+NUM_BLOCKS = 4096
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_pool_is_aliased_and_never_copied(shards: int) -> None:
+    mesh = build_mesh(shards)
+    buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=8, max_pages=16)
+    runner = Runner(
+        StepSpec(TINY, LAYOUT, mesh, "reference"), put_params(mesh, TINY, random_params(TINY)), buckets, NUM_BLOCKS
+    )
+    batch = empty_batch(16, 16, 8, no_flags(), trash_page=NUM_BLOCKS, padding_slot=8)
+    compiled = runner._step.lower(runner._params, runner.pool, runner._state, batch).compile()
+    pool_bytes = (NUM_BLOCKS + 1) * LAYOUT.bytes_per_page // shards
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 4
+    heads = TINY.num_kv_heads // shards
+    pool_shape = f"f32[{TINY.num_layers},{NUM_BLOCKS + 1},2,{heads},4,{TINY.head_dim}]"
+    copies = [line for line in compiled.as_text().splitlines() if f"= {pool_shape}" in line and " copy(" in line]
+    assert copies == []
+    runner.close()
+
+
+def test_pool_and_weights_lie_on_all_devices() -> None:
+    engine = tiny_engine(tensor_parallel_size=2)
+    (group,) = engine._runner.pool
+    assert group.pages.sharding.shard_shape(group.pages.shape)[3] == 1
+    assert len(group.pages.sharding.device_set) == 2
+    qkv = engine._runner._params["layers"]["qkv"]
+    assert qkv.sharding.shard_shape(qkv.shape)[1] == 1
+    engine.close()
+
+
+def test_every_flag_and_shape_was_compiled_by_the_warm_up() -> None:
+    engine = tiny_engine(num_blocks=32)
+    everything = SamplingParams(
+        temperature=0.9, top_k=9, top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20,
+        prompt_logprobs=20, logit_bias={3: 1.0}, min_tokens=2, stop=("zz",), seed=1, max_tokens=8, n=3,
+    )  # fmt: skip
+    for length in (1, 7, 8, 9, 31, 50):
+        engine.generate([7] * length, everything)
+    engine.generate(["x" * n for n in (1, 5, 9, 20)], everything, progress=False)
+    assert engine.stats().recompilations == 0
+    jax.jit(lambda x: x + 1)(1.0)  # compilations of other code are not the engine's
+    assert engine.stats().recompilations == 0
+    engine.close()
+
+
+def test_too_few_devices() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 64, but only 8 cpu"):
+        build_mesh(64)
