@@ -18,7 +18,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import Array
 
@@ -144,9 +143,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the KV pool")
     options = parser.parse_args()
     prepare("cpu_native")
-    print(
-        f"CPU {cpu_name()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}; JAX {jax.__version__}, jaxlib {jaxlib.__version__}"
-    )
+    print(f"CPU {cpu_name()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}, JAX {jax.__version__}")
     print(
         f"{HEADS} query and {KV_HEADS} KV heads, head dim {HEAD_DIM}, page {PAGE}, {options.dtype} pool, {options.layers} layers;"
     )

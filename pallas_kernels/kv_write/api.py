@@ -26,8 +26,8 @@ def write_kv(
 ) -> KVPages:
     """Writes keys and values at (pages[t], offsets[t]) of `layer`; rows of padding point at the trash page.
 
-    In place when the pool is donated or carried by a loop. A pool with scales (int8) gets each row's own scale, its largest
-    magnitude / 127. Rows that two tokens name keep either token's values.
+    In place when the pool is donated or carried by a loop. A pool with scales (int8; cpu_native only) gets each row's own
+    scale, its largest magnitude / 127. A row that two tokens name keeps either token's values.
     """
     if backend == "cpu_native":
         return cpu_native.write(kv, layer, keys, values, pages, offsets)

@@ -22,8 +22,8 @@ inline void write_row(const From* from, int64_t D, To* to, float*) {
   for (int64_t d = 0; d < D; ++d) from_float(to_float(from[d]), to[d]);
 }
 
-// Symmetric int8 with one scale: the largest magnitude / 127. A row of zeros has scale 0. NaN and infinity make the scale
-// NaN or infinite, so that what is read back is not finite either.
+// Symmetric int8 with one scale: the largest magnitude / 127. A row of zeros has scale 0. NaN and infinity make the
+// scale NaN or infinite, so that what is read back is not finite either.
 template <class From>
 inline void write_row(const From* from, int64_t D, int8_t* to, float* scale) {
   float largest = 0.0f, poison = 0.0f;

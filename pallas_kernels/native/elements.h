@@ -13,8 +13,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-inline float to_float(float value) { return value; }
-inline float to_float(int8_t value) { return value; }
+inline float to_float(float value) {
+  return value;
+}
+inline float to_float(int8_t value) {
+  return value;
+}
 inline float to_float(BFloat16 value) {
   const uint32_t bits = uint32_t{value.bits} << 16;
   float result;
@@ -22,7 +26,9 @@ inline float to_float(BFloat16 value) {
   return result;
 }
 
-inline void from_float(float value, float& to) { to = value; }
+inline void from_float(float value, float& to) {
+  to = value;
+}
 // Rounds to nearest, ties to even. NaN stays NaN.
 inline void from_float(float value, BFloat16& to) {
   uint32_t bits;
@@ -41,9 +47,9 @@ inline void store_row(const float* __restrict from, int64_t count, float factor,
   for (int64_t i = 0; i < count; ++i) from_float(from[i] * factor, to[i]);
 }
 
-// A vector load of packed elements gives kParts float vectors. Unpacking by shifts of 32-bit words leaves every kParts-th
-// element in the same vector: element i of the load is lane i / kParts of part i % kParts. Dot products do not mind, as long
-// as the other operand lies in the same order (`packed_position`).
+// A vector load of packed elements gives kParts float vectors. Unpacking by shifts of 32-bit words leaves every
+// kParts-th element in the same vector: element i of the load is lane i / kParts of part i % kParts. Dot products do
+// not mind, as long as the other operand lies in the same order (`packed_position`).
 template <class T>
 struct Packed {
   static constexpr int kParts = 4 / sizeof(T);

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import jax
-import jaxlib
+import jaxlib.version
 from platformdirs import user_cache_dir
 
 from pallas_kernels.native.build import NativeBuildError, Source, build
@@ -23,7 +23,7 @@ def source() -> Source:
     units = tuple(_KERNELS / op / "cpu_native.cc" for op in ("ragged_paged_attention", "kv_write"))
     folders = (Path(__file__).resolve().parent, *(unit.parent for unit in units))
     headers = tuple(header for folder in folders for header in sorted(folder.glob("*.h")))
-    return Source("kernels", units, headers, (jax.ffi.include_dir(),), (f"jaxlib {jaxlib.__version__}",))
+    return Source("kernels", units, headers, (jax.ffi.include_dir(),), (f"jaxlib {jaxlib.version.__version__}",))
 
 
 def default_cache_dir() -> Path:

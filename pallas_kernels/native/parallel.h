@@ -12,7 +12,8 @@ namespace jaxkv {
 
 namespace internal {
 
-// What the threads of one loop share. Helpers that start late hold it after the loop has returned: they find no item left.
+// What the threads of one loop share. Helpers that start late hold it after the loop has returned: they find no item
+// left.
 struct Loop {
   Loop(int64_t items, void (*run)(void*, int64_t), void* work) : items(items), run(run), work(work) {}
 
@@ -46,9 +47,9 @@ struct Loop {
 
 }  // namespace internal
 
-// Calls work(item) for each item of [0, items) and returns when all are done. The calling thread works too and waits only for
-// items that a running thread has taken, so that it ends even if the pool never runs a helper.
-// Pool: `NumThreads()` and `Schedule(callable)`, as xla::ffi::ThreadPool has them.
+// Calls work(item) for each item of [0, items) and returns when all are done. The calling thread works too and waits
+// only for items that a running thread has taken, so that it ends even if the pool never runs a helper. Pool:
+// `NumThreads()` and `Schedule(callable)`, as xla::ffi::ThreadPool has them.
 template <class Pool, class Work>
 void parallel_for(Pool& pool, int64_t items, Work&& work) {
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;

@@ -26,8 +26,8 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
-// Calls body(integral_constant<int, i>) for i in [0, Count). Unlike a loop that the optimizer unrolls later, this gives arrays of
-// vectors constant indices from the start, so that they become registers.
+// Calls body(integral_constant<int, i>) for i in [0, Count). Unlike a loop that the optimizer unrolls later, this gives
+// arrays of vectors constant indices from the start, so that they become registers.
 template <class Body, int... I>
 __attribute__((always_inline)) inline void unroll(Body&& body, std::integer_sequence<int, I...>) {
   (body(std::integral_constant<int, I>{}), ...);
@@ -55,10 +55,18 @@ inline void store(void* to, Vector value) {
   *static_cast<Unaligned*>(to) = value;
 }
 
-inline Floats splat(float value) { return value - Floats{}; }
-inline Ints splat_int(int32_t value) { return value - Ints{}; }
-inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
-inline Floats max(Floats a, Floats b) { return select(a > b, a, b); }
+inline Floats splat(float value) {
+  return value - Floats{};
+}
+inline Ints splat_int(int32_t value) {
+  return value - Ints{};
+}
+inline Floats select(Ints mask, Floats yes, Floats no) {
+  return mask ? yes : no;
+}
+inline Floats max(Floats a, Floats b) {
+  return select(a > b, a, b);
+}
 
 // exp(x) for x <= 88 within 4e-7 relative; exactly 1 at 0 and exactly 0 below -87.3, at -inf too. NaN stays NaN.
 inline Floats exp(Floats x) {
@@ -110,7 +118,8 @@ inline void transpose_block(const float* from, int64_t from_stride, float* to, i
   constexpr std::make_integer_sequence<int, kLanes> lanes{};
   Floats rows[kLanes], mixed[kLanes];
   for (int i = 0; i < kLanes; ++i) rows[i] = load(from + i * from_stride);
-  // Interleaving row i with row i + kHalf rotates the bits of (row, lane) by one: after log2(kLanes) times they have changed places.
+  // Interleaving row i with row i + kHalf rotates the bits of (row, lane) by one: after log2(kLanes) times they have
+  // changed places.
   for (int span = 1; span < kLanes; span *= 2) {
     for (int i = 0; i < kHalf; ++i) {
       mixed[2 * i] = interleave<0>(rows[i], rows[i + kHalf], lanes);

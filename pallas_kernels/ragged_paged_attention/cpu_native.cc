@@ -1,4 +1,5 @@
-// The FFI entry of ragged paged attention on CPU. Contract: api.py beside this file; what is checked here are the shapes.
+// The FFI entry of ragged paged attention on CPU. Contract: api.py beside this file; what is checked here are the
+// shapes.
 #include "cpu_native_schedule.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -12,9 +13,9 @@ using jaxkv::AttentionShape;
 using jaxkv::PoolType;
 using Ints = ffi::Buffer<ffi::S32>;
 
-ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales, ffi::BufferR0<ffi::S32> layer,
-                  Ints page_table, Ints cu_q_lens, Ints kv_lens, ffi::BufferR0<ffi::S32> num_seqs, ffi::Buffer<ffi::F32> sinks,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float soft_cap) {
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer pages, ffi::Buffer<ffi::F32> scales,
+                  ffi::BufferR0<ffi::S32> layer, Ints page_table, Ints cu_q_lens, Ints kv_lens, ffi::BufferR0<ffi::S32> num_seqs,
+                  ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float soft_cap) {
   const auto q_dims = q.dimensions(), pages_dims = pages.dimensions(), table_dims = page_table.dimensions();
   if (q_dims.size() != 3 || pages_dims.size() != 6 || table_dims.size() != 2 || pages_dims[2] != 2) {
     return ffi::Error::InvalidArgument("attention wants q [T, H, D], pages [L, P, 2, K, page, D] and page_table [S, W]");
@@ -35,17 +36,29 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer pages, 
   call.shape = shape;
   if (out->element_type() != q.element_type()) return ffi::Error::InvalidArgument("the output has not q's type");
   switch (q.element_type()) {
-    case ffi::F32: call.activations = ActivationType::kFloat32; break;
-    case ffi::BF16: call.activations = ActivationType::kBFloat16; break;
-    default: return ffi::Error::InvalidArgument("queries must be float32 or bfloat16");
+    case ffi::F32:
+      call.activations = ActivationType::kFloat32;
+      break;
+    case ffi::BF16:
+      call.activations = ActivationType::kBFloat16;
+      break;
+    default:
+      return ffi::Error::InvalidArgument("queries must be float32 or bfloat16");
   }
   PoolType type;
   int64_t itemsize;
   switch (pages.element_type()) {
-    case ffi::F32: type = PoolType::kFloat32, itemsize = 4; break;
-    case ffi::BF16: type = PoolType::kBFloat16, itemsize = 2; break;
-    case ffi::S8: type = PoolType::kInt8, itemsize = 1; break;
-    default: return ffi::Error::InvalidArgument("pages must be float32, bfloat16 or int8");
+    case ffi::F32:
+      type = PoolType::kFloat32, itemsize = 4;
+      break;
+    case ffi::BF16:
+      type = PoolType::kBFloat16, itemsize = 2;
+      break;
+    case ffi::S8:
+      type = PoolType::kInt8, itemsize = 1;
+      break;
+    default:
+      return ffi::Error::InvalidArgument("pages must be float32, bfloat16 or int8");
   }
   const int64_t rows_of_layer = shape.P * 2 * shape.K * shape.page_size;
   const int64_t at = std::clamp<int64_t>(*layer.typed_data(), 0, layers - 1) * rows_of_layer;

@@ -1,4 +1,4 @@
-"""Ragged paged attention on CPU in native code (`cpu_native.cc`): pages are read in place, decodes as fast as memory allows.
+"""Ragged paged attention on CPU in native code (`cpu_native.cc`): pages are read in place, once for a KV head's queries.
 
 A sequence's output is the same to the bit whatever the other sequences and the number of threads, and, for chunks of more than
 one query, however its prompt is cut into chunks.

@@ -12,7 +12,8 @@ namespace jaxkv {
 
 enum class ActivationType { kFloat32, kBFloat16 };
 
-// Shapes: T tokens, S sequences, W page-table columns, K KV heads, G query heads of each, D head dim, P pages of a layer.
+// Shapes: T tokens, S sequences, W page-table columns, K KV heads, G query heads of each, D head dim, P pages of a
+// layer.
 struct AttentionShape {
   int64_t T, S, W, K, G, D, P, page_size;
 };
@@ -20,18 +21,18 @@ struct AttentionShape {
 struct AttentionCall {
   AttentionShape shape;
   ActivationType activations;
-  const void* q;          // [T, K, G, D]
-  void* out;              // [T, K, G, D]
-  const void* pages;      // this layer's [P, 2, K, page, D]
-  const float* scales;    // this layer's [P, 2, K, page], or null
-  const float* sinks;     // [K, G], or null
+  const void* q;              // [T, K, G, D]
+  void* out;                  // [T, K, G, D]
+  const void* pages;          // this layer's [P, 2, K, page, D]
+  const float* scales;        // this layer's [P, 2, K, page], or null
+  const float* sinks;         // [K, G], or null
   const int32_t* page_table;  // [S, W]
   const int32_t* cu_q_lens;   // [S + 1]
   const int32_t* kv_lens;     // [S]
   int64_t num_seqs;
   float scale;
-  int64_t window;   // keys that a query sees; 0 = all
-  float soft_cap;   // 0 = none
+  int64_t window;  // keys that a query sees; 0 = all
+  float soft_cap;  // 0 = none
 
   bool soft_capped() const { return soft_cap > 0; }
   // What queries are multiplied by on reading, so that q.k is the score, or what tanh takes under a soft cap.
@@ -40,7 +41,8 @@ struct AttentionCall {
   int64_t first_key(int64_t position) const { return window > 0 ? std::max<int64_t>(position - window + 1, 0) : 0; }
 };
 
-// A sequence's queries and keys, cut to what the arrays hold, so that no content of the index arrays leads outside of them.
+// A sequence's queries and keys, cut to what the arrays hold, so that no content of the index arrays leads outside of
+// them.
 struct SequenceRange {
   int64_t row, queries, keys;
 
@@ -85,7 +87,8 @@ class KeyFinder {
       : call_(call), table_(call.page_table + sequence * call.shape.W), head_(head) {}
 
   // Calls visit(i, key row, value row, key scale, value scale) for the positions first + i of [first, end).
-  // Rows hold D elements; scales are 1 in a pool without them. The table entries of these positions are read, no others.
+  // Rows hold D elements; scales are 1 in a pool without them. The table entries of these positions are read, no
+  // others.
   template <class Visit>
   void visit(int64_t first, int64_t end, Visit&& visit) const {
     const int64_t D = call_.shape.D, to_value = rows_to_value();
@@ -116,8 +119,8 @@ class KeyFinder {
  private:
   int64_t rows_to_value() const { return call_.shape.K * call_.shape.page_size; }
 
-  // Calls visit(i, row, count) for each page that positions [first, end) lie on: `count` of them, from first + i on, have their
-  // keys in the rows from `row` on of the layer's [P, 2, K, page] rows.
+  // Calls visit(i, row, count) for each page that positions [first, end) lie on: `count` of them, from first + i on,
+  // have their keys in the rows from `row` on of the layer's [P, 2, K, page] rows.
   template <class Visit>
   void visit_tiles(int64_t first, int64_t end, Visit&& visit) const {
     const AttentionShape& shape = call_.shape;
@@ -151,6 +154,8 @@ class Scratch {
   std::vector<float> memory_;
 };
 
-inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace jaxkv

@@ -1,18 +1,19 @@
-// Attention of one query per sequence: memory-bound, so keys and values are read once, as they are stored, for all query
-// heads of a KV head.
+// Attention of one query per sequence: memory-bound, so keys and values are read once, as they are stored, for all
+// query heads of a KV head.
 //
-// Vectors run along the head dim. A block's scores are dot products kept as vectors of partial sums until a whole vector of
-// keys is there, whose sums are then formed together; its values are added to accumulators that stay in registers.
+// Vectors run along the head dim. A block's scores are dot products kept as vectors of partial sums until a whole
+// vector of keys is there, whose sums are then formed together; its values are added to accumulators that stay in
+// registers.
 #pragma once
 
 #include "cpu_native_call.h"
 
 namespace jaxkv {
 
-constexpr int64_t kDecodeBlock = 64;  // keys between two updates of the running maximum
-constexpr int kDecodeHeads = kVectorRegisters >= 32 ? 4 : 2;  // query heads whose accumulators share the registers
+constexpr int64_t kDecodeBlock = 64;                            // keys between two updates of the running maximum
+constexpr int kDecodeHeads = kVectorRegisters >= 32 ? 4 : 2;    // query heads whose accumulators share the registers
 constexpr int kDecodeVectors = kVectorRegisters >= 32 ? 4 : 2;  // accumulator vectors of each
-constexpr int kDecodeKeys = 4;  // keys whose partial sums share the registers
+constexpr int kDecodeKeys = 4;                                  // keys whose partial sums share the registers
 
 // Running softmax of the G query heads of one KV head. values is [G, padded D] in packed order.
 struct DecodeState {
@@ -33,8 +34,8 @@ struct BlockRows {
   int64_t count = 0;
 };
 
-// Asks for the rows of the next block while this one is computed: a few at a time, as the core can wait for only so many cache
-// lines at once.
+// Asks for the rows of the next block while this one is computed: a few at a time, as the core can wait for only so
+// many cache lines at once.
 template <class T>
 inline void prefetch_rows(const T* const* rows, int64_t first, int64_t end, int64_t width) {
   constexpr int64_t kCacheLine = 64 / sizeof(T);
@@ -80,9 +81,11 @@ void score_heads(const BlockRows<T>& block, const BlockRows<T>* next, const floa
   }
 }
 
-// acc[h][...] = acc[h][...] * shrink[h] + sum over keys of weights[h][key] * value, for Loads vector loads of each value row.
+// acc[h][...] = acc[h][...] * shrink[h] + sum over keys of weights[h][key] * value, for Loads vector loads of each
+// value row.
 template <class T, int Heads, int Loads>
-inline void mix_columns(const BlockRows<T>& block, const BlockRows<T>* next, int64_t column, int64_t width, const float* weights, const float* shrink, float* acc) {
+inline void mix_columns(const BlockRows<T>& block, const BlockRows<T>* next, int64_t column, int64_t width, const float* weights,
+                        const float* shrink, float* acc) {
   constexpr int kParts = Packed<T>::kParts, kVectors = Loads * kParts;
   Floats sums[Heads][kVectors];
   unroll<Heads>([&](auto h) JAXKV_INLINE {
@@ -107,12 +110,15 @@ inline void mix_columns(const BlockRows<T>& block, const BlockRows<T>* next, int
 }
 
 template <class T, int Heads>
-void mix_heads(const BlockRows<T>& block, const BlockRows<T>* next, int64_t width, const float* weights, const float* shrink, float* acc) {
+void mix_heads(const BlockRows<T>& block, const BlockRows<T>* next, int64_t width, const float* weights, const float* shrink,
+               float* acc) {
   constexpr int kLoads = std::max(1, kDecodeVectors / Packed<T>::kParts);
   constexpr int64_t kColumns = kLoads * Packed<T>::kElements;
   int64_t column = 0;
-  for (; column + kColumns <= width; column += kColumns) mix_columns<T, Heads, kLoads>(block, column == 0 ? next : nullptr, column, width, weights, shrink, acc);
-  for (; column < width; column += Packed<T>::kElements) mix_columns<T, Heads, 1>(block, column == 0 ? next : nullptr, column, width, weights, shrink, acc);
+  for (; column + kColumns <= width; column += kColumns)
+    mix_columns<T, Heads, kLoads>(block, column == 0 ? next : nullptr, column, width, weights, shrink, acc);
+  for (; column < width; column += Packed<T>::kElements)
+    mix_columns<T, Heads, 1>(block, column == 0 ? next : nullptr, column, width, weights, shrink, acc);
 }
 
 // Calls body(integral_constant<Heads>, first head) for groups of at most kDecodeHeads heads.
@@ -158,7 +164,8 @@ inline float weigh(const AttentionCall& call, const BlockRows<T>& block, float* 
 
 // Folds one block into the running softmax. next: the block that comes then, or null.
 template <class T>
-void fold_block(const AttentionCall& call, const BlockRows<T>& block, const BlockRows<T>* next, const float* q, int64_t width, float* scores, float* shrink, DecodeState& state) {
+void fold_block(const AttentionCall& call, const BlockRows<T>& block, const BlockRows<T>* next, const float* q, int64_t width,
+                float* scores, float* shrink, DecodeState& state) {
   const int64_t G = call.shape.G;
   for_head_groups(G, [&](auto heads, int64_t h) {
     score_heads<T, heads>(block, h == 0 ? next : nullptr, q + h * width, width, scores + h * kDecodeBlock);
@@ -201,10 +208,10 @@ template <class T>
 struct DecodeQuery {
   const AttentionCall& call;
   KeyFinder<T> finder;
-  const float* q;   // [G, width]
+  const float* q;  // [G, width]
   int64_t width;
-  float* scores;    // [G, kDecodeBlock]
-  float* shrink;    // [G]
+  float* scores;  // [G, kDecodeBlock]
+  float* shrink;  // [G]
 };
 
 template <class T>
@@ -248,7 +255,8 @@ void attend_copied(const DecodeQuery<T>& query, int64_t first, int64_t end, floa
 
 // Folds keys [first, end) of a sequence into `state`; the query is row `row` of q.
 template <class T>
-void attend_keys(const AttentionCall& call, int64_t sequence, int64_t head, int64_t row, int64_t first, int64_t end, DecodeState& state) {
+void attend_keys(const AttentionCall& call, int64_t sequence, int64_t head, int64_t row, int64_t first, int64_t end,
+                 DecodeState& state) {
   static thread_local Scratch scratch;
   const int64_t G = call.shape.G, D = call.shape.D, width = decode_width<T>(D);
   const bool in_place = reads_in_place<T>(D);

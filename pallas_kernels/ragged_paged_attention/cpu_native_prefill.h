@@ -1,9 +1,10 @@
-// Attention of a tile of queries of one sequence, for one KV head: compute-bound, so everything is a small float matmul.
+// Attention of a tile of queries of one sequence, for one KV head: compute-bound, so everything is a small float
+// matmul.
 //
-// The rows of a tile are (query, query head) pairs. They run along the vector lanes: scores are [keys, rows] and outputs
-// [D, rows], so that the softmax over keys never crosses lanes, and keys and values enter as scalars in the order in which
-// they are stored. Blocks of keys start at multiples of kKeyBlock, and a key that a row does not see leaves it exactly as
-// it was: a row's result does not depend on how its prompt was cut into chunks.
+// The rows of a tile are (query, query head) pairs. They run along the vector lanes: scores are [keys, rows] and
+// outputs [D, rows], so that the softmax over keys never crosses lanes, and keys and values enter as scalars in the
+// order in which they are stored. Blocks of keys start at multiples of kKeyBlock, and a key that a row does not see
+// leaves it exactly as it was: a row's result does not depend on how its prompt was cut into chunks.
 #pragma once
 
 #include "cpu_native_call.h"
@@ -11,17 +12,18 @@
 namespace jaxkv {
 
 constexpr int64_t kKeyBlock = 64;
-constexpr int64_t kTileRows = 192;  // a block's conversion to float serves this many rows
-constexpr int64_t kSmallTileRows = 64;  // the same where large tiles are too few to keep all threads busy
+constexpr int64_t kTileRows = 192;                             // a block's conversion to float serves this many rows
+constexpr int64_t kSmallTileRows = 64;                         // the same where large tiles are too few to keep all threads busy
 constexpr int kPanelVectors = kVectorRegisters >= 32 ? 4 : 3;  // rows of a panel: at most this many vectors
-constexpr int kMatmulRows = 4;  // kMatmulRows * kPanelVectors accumulators fill the registers
+constexpr int kMatmulRows = 4;                                 // kMatmulRows * kPanelVectors accumulators fill the registers
 
 static_assert(kLanes % kMatmulRows == 0 && kKeyBlock % kMatmulRows == 0, "rows padded to whole vectors are whole matmul tiles");
 
-// c[m][r] += sum over k of a[m * row_step + k * depth_step] * b[k][r], for kMatmulRows m and Vectors vectors of r; b and c have
-// Vectors vectors in a row. With Keep, c[m][r] is first multiplied by keep[r], else it starts from zero.
+// c[m][r] += sum over k of a[m * row_step + k * depth_step] * b[k][r], for kMatmulRows m and Vectors vectors of r; b
+// and c have Vectors vectors in a row. With Keep, c[m][r] is first multiplied by keep[r], else it starts from zero.
 template <int Vectors, bool Keep>
-inline void matmul_rows(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth, const float* keep, float* c) {
+inline void matmul_rows(const float* a, int64_t row_step, int64_t depth_step, const float* b, int64_t depth, const float* keep,
+                        float* c) {
   constexpr int64_t kWidth = Vectors * kLanes;
   Floats sums[kMatmulRows][Vectors];
   unroll<kMatmulRows>([&](auto m) JAXKV_INLINE {
@@ -41,9 +43,8 @@ inline void matmul_rows(const float* a, int64_t row_step, int64_t depth_step, co
       unroll<Vectors>([&](auto v) JAXKV_INLINE { sums[m][v] += left * right[v]; });
     });
   }
-  unroll<kMatmulRows>([&](auto m) JAXKV_INLINE {
-    unroll<Vectors>([&](auto v) JAXKV_INLINE { store(c + m * kWidth + v * kLanes, sums[m][v]); });
-  });
+  unroll<kMatmulRows>(
+      [&](auto m) JAXKV_INLINE { unroll<Vectors>([&](auto v) JAXKV_INLINE { store(c + m * kWidth + v * kLanes, sums[m][v]); }); });
 }
 
 // A block of keys and values in float; rows that nobody may read are zero.
@@ -56,14 +57,14 @@ struct FloatBlock {
 
 // Up to kPanelVectors vectors of rows with their running softmax.
 struct Panel {
-  float* queries;  // [depth, rows]
-  float* scores;   // [kKeyBlock, rows], shared by all panels
-  float* outputs;  // [depth, rows]
-  float* top;      // [rows]
-  float* total;    // [rows]
-  float* shrink;   // [rows]
+  float* queries;      // [depth, rows]
+  float* scores;       // [kKeyBlock, rows], shared by all panels
+  float* outputs;      // [depth, rows]
+  float* top;          // [rows]
+  float* total;        // [rows]
+  float* shrink;       // [rows]
   int32_t* positions;  // [rows]
-  int64_t rows;    // a multiple of kLanes; those without a query repeat the last one's position and have zeros for a query
+  int64_t rows;        // a multiple of kLanes; those without a query repeat the last one's position and have zeros for a query
   int64_t first_position, last_position;
 
   static int64_t floats(int64_t depth, int64_t rows) { return (2 * depth + 4) * rows; }
@@ -117,7 +118,8 @@ template <int Vectors>
 void fold_panel(const AttentionCall& call, const FloatBlock& block, int64_t count, const Panel& panel) {
   constexpr int64_t kWidth = Vectors * kLanes;
   for (int64_t key = 0; key < count; key += kMatmulRows) {
-    matmul_rows<Vectors, false>(block.keys + key * block.depth, block.depth, 1, panel.queries, call.shape.D, nullptr, panel.scores + key * kWidth);
+    matmul_rows<Vectors, false>(block.keys + key * block.depth, block.depth, 1, panel.queries, call.shape.D, nullptr,
+                                panel.scores + key * kWidth);
   }
   weigh_panel<Vectors>(call, panel, block.first, count);
   for (int64_t d = 0; d < block.depth; d += kMatmulRows) {
@@ -128,10 +130,14 @@ void fold_panel(const AttentionCall& call, const FloatBlock& block, int64_t coun
 inline void fold_any_panel(const AttentionCall& call, const FloatBlock& block, int64_t count, const Panel& panel) {
   static_assert(kPanelVectors <= 4, "a case for each number of vectors");
   switch (panel.rows / kLanes) {
-    case 1: return fold_panel<1>(call, block, count, panel);
-    case 2: return fold_panel<2>(call, block, count, panel);
-    case 3: return fold_panel<3>(call, block, count, panel);
-    default: return fold_panel<kPanelVectors>(call, block, count, panel);
+    case 1:
+      return fold_panel<1>(call, block, count, panel);
+    case 2:
+      return fold_panel<2>(call, block, count, panel);
+    case 3:
+      return fold_panel<3>(call, block, count, panel);
+    default:
+      return fold_panel<kPanelVectors>(call, block, count, panel);
   }
 }
 
@@ -160,7 +166,8 @@ struct TileRows {
   int64_t query_head(int64_t row) const { return head * call.shape.G + row % call.shape.G; }
 };
 
-// Fills in queries, positions and starting state of the panel that holds rows [first, first + used). plain: [panel rows, depth].
+// Fills in queries, positions and starting state of the panel that holds rows [first, first + used). plain: [panel
+// rows, depth].
 inline void start_panel(const TileRows& tile, int64_t first, int64_t used, float* plain, int64_t depth, Panel& panel) {
   const AttentionCall& call = tile.call;
   const int64_t rows = panel.rows;
@@ -187,7 +194,8 @@ inline void finish_panel(const TileRows& tile, int64_t first, int64_t used, floa
   }
   for (int64_t r = 0; r < used; ++r) {
     const float total = panel.total[r];
-    write_output(tile.call, tile.range.row + tile.query(first + r), tile.query_head(first + r), plain + r * depth, total == 0 ? 1.0f : 1.0f / total);
+    write_output(tile.call, tile.range.row + tile.query(first + r), tile.query_head(first + r), plain + r * depth,
+                 total == 0 ? 1.0f : 1.0f / total);
   }
 }
 
@@ -202,7 +210,8 @@ void attend_tile(const AttentionCall& call, int64_t sequence, int64_t head, int6
   const TileRows tile{call, range, head, first_query};
   const int64_t rows = queries * call.shape.G;
 
-  float* memory = scratch.floats(2 * kKeyBlock * depth + (kKeyBlock + depth) * kPanelRows + Panel::floats(depth, round_up(rows, kLanes)));
+  float* memory =
+      scratch.floats(2 * kKeyBlock * depth + (kKeyBlock + depth) * kPanelRows + Panel::floats(depth, round_up(rows, kLanes)));
   FloatBlock block{memory, memory + kKeyBlock * depth, 0, depth};
   float* scores = memory + 2 * kKeyBlock * depth;
   float* plain = scores + kKeyBlock * kPanelRows;

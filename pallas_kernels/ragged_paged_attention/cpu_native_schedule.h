@@ -1,8 +1,8 @@
 // Cuts a call into items of bounded size and runs them on a thread pool.
 //
-// Decodes are split over (sequence, KV head, kSplitKeys keys), prefill chunks over (sequence, KV head, tile of queries).
-// The cuts do not depend on the number of threads or on the other sequences, and partial results are merged in order: so
-// a sequence's output is the same to the bit in every batch.
+// Decodes are split over (sequence, KV head, kSplitKeys keys), prefill chunks over (sequence, KV head, tile of
+// queries). The cuts do not depend on the number of threads or on the other sequences, and partial results are merged
+// in order: so a sequence's output is the same to the bit in every batch.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,8 @@ class AttentionRun {
     floats_ = DecodeState::floats(call_.shape.G, decode_width<T>(call_.shape.D));
     states_ = memory_.floats(splits * K * floats_);
     unfinished_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(splits * K));
-    for (int64_t i = 0; i < splits * K; ++i) unfinished_[i].store(static_cast<int32_t>(splits_[i / K].of), std::memory_order_relaxed);
+    for (int64_t i = 0; i < splits * K; ++i)
+      unfinished_[i].store(static_cast<int32_t>(splits_[i / K].of), std::memory_order_relaxed);
     parallel_for(pool_, (tiles + splits) * K, [this, tiles, K](int64_t item) {
       if (item < tiles * K) {
         const PrefillTile& tile = tiles_[item / K];
@@ -119,9 +120,12 @@ enum class PoolType { kFloat32, kBFloat16, kInt8 };
 template <class Pool>
 void attend(PoolType type, const AttentionCall& call, Pool& pool) {
   switch (type) {
-    case PoolType::kFloat32: return AttentionRun<float, Pool>(call, pool).run();
-    case PoolType::kBFloat16: return AttentionRun<BFloat16, Pool>(call, pool).run();
-    case PoolType::kInt8: return AttentionRun<int8_t, Pool>(call, pool).run();
+    case PoolType::kFloat32:
+      return AttentionRun<float, Pool>(call, pool).run();
+    case PoolType::kBFloat16:
+      return AttentionRun<BFloat16, Pool>(call, pool).run();
+    case PoolType::kInt8:
+      return AttentionRun<int8_t, Pool>(call, pool).run();
   }
 }
 

@@ -1,5 +1,6 @@
-// Runs the native kernels without JAX, for the sanitizers: arrays are exactly as large as they must be, index arrays are hostile,
-// and the pools run helpers at once, late or never. Compares with a plain double loop. Exit code 0 if all is well.
+// Runs the native kernels without JAX, for the sanitizers: arrays are exactly as large as they must be, index arrays
+// are hostile, and the pools run helpers at once, late or never. Compares with a plain double loop. Exit code 0 if all
+// is well.
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -17,7 +18,9 @@ struct ThreadPool {  // helpers run at once, on threads of their own
   std::vector<std::thread> threads;
   int64_t num_threads() const { return 4; }
   template <class F>
-  void Schedule(F&& task) { threads.emplace_back(std::forward<F>(task)); }
+  void Schedule(F&& task) {
+    threads.emplace_back(std::forward<F>(task));
+  }
   ~ThreadPool() {
     for (std::thread& thread : threads) thread.join();
   }
@@ -27,7 +30,9 @@ struct LatePool {  // helpers run when the caller is long done
   std::vector<std::function<void()>> tasks;
   int64_t num_threads() const { return 8; }
   template <class F>
-  void Schedule(F&& task) { tasks.emplace_back(std::forward<F>(task)); }
+  void Schedule(F&& task) {
+    tasks.emplace_back(std::forward<F>(task));
+  }
   ~LatePool() {
     for (auto& task : tasks) task();
   }
@@ -43,7 +48,9 @@ template <class T>
 struct Pool {
   std::vector<T> pages;
   std::vector<float> scales;
-  double at(int64_t row, int64_t d, int64_t D) const { return double(to_float(pages[row * D + d])) * (scales.empty() ? 1.0 : scales[row]); }
+  double at(int64_t row, int64_t d, int64_t D) const {
+    return double(to_float(pages[row * D + d])) * (scales.empty() ? 1.0 : scales[row]);
+  }
 };
 
 // The largest error of a call's output against softmax(q k) v in double.
@@ -77,7 +84,15 @@ double check(const Options& o, const std::vector<std::pair<int32_t, int32_t>>& l
   Pool<T> pool;
   pool.pages.resize(rows * o.D);
   if (sizeof(T) == 1) pool.scales.assign(rows, NAN);
-  WriteCall write{static_cast<int64_t>(page_ids.size()), o.K, o.D, num_pages, o.page, pool.pages.data(), pool.scales.empty() ? nullptr : pool.scales.data(), page_ids.data(), offsets.data()};
+  WriteCall write{static_cast<int64_t>(page_ids.size()),
+                  o.K,
+                  o.D,
+                  num_pages,
+                  o.page,
+                  pool.pages.data(),
+                  pool.scales.empty() ? nullptr : pool.scales.data(),
+                  page_ids.data(),
+                  offsets.data()};
   write_kv<float, T>(write, keys.data(), values.data());
 
   AttentionCall call{};
@@ -131,8 +146,11 @@ double check(const Options& o, const std::vector<std::pair<int32_t, int32_t>>& l
 template <class T>
 bool check_all(const char* name) {
   const std::vector<std::pair<int32_t, int32_t>> lens = {{1, 300}, {40, 70}, {0, 5}, {1, 1}, {3, 3}, {0, 0}, {1, 63}, {7, 130}};
-  const Options cases[] = {{2, 3, 64, 16, 0, 0.0f, false}, {1, 8, 128, 4, 0, 0.0f, true}, {2, 1, 80, 64, 9, 0.0f, false},
-                           {1, 7, 16, 3, 100, 5.0f, true},  {1, 5, 24, 128, 1, 0.0f, false}};
+  const Options cases[] = {{2, 3, 64, 16, 0, 0.0f, false},
+                           {1, 8, 128, 4, 0, 0.0f, true},
+                           {2, 1, 80, 64, 9, 0.0f, false},
+                           {1, 7, 16, 3, 100, 5.0f, true},
+                           {1, 5, 24, 128, 1, 0.0f, false}};
   bool good = true;
   for (const Options& o : cases) {
     const double error = std::max(check<T, ThreadPool>(o, lens, 1), check<T, LatePool>(o, lens, 2));

@@ -63,9 +63,7 @@ def test_a_sequence_does_not_see_its_neighbours_or_its_chunks(dtype: str, window
         row = int(batch.cu_q_lens[s])
         for cuts in ((0, queries), (0, 2, queries), (0, queries // 2, queries)):
             pieces = [
-                attend(batch, **only(batch, s, a, b))
-                for a, b in itertools.pairwise(cuts)
-                if b - a > 1 or queries == 1
+                attend(batch, **only(batch, s, a, b)) for a, b in itertools.pairwise(cuts) if b - a > 1 or queries == 1
             ]
             if sum(map(len, pieces)) == queries:
                 np.testing.assert_array_equal(np.concatenate(pieces), together[row : row + queries])
