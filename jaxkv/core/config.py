@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxkv.core.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["int8"]
-KVCacheDType = Literal["auto", "bfloat16", "float32"]
+KVCacheDType = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "fp8_e5m2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-AttentionBackend = Literal["auto", "reference"]
+AttentionBackend = Literal["auto", "reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class EngineConfig:
     max_num_seqs: sequences that run at once; None = 32 on CPU, 256 elsewhere.
     max_num_batched_tokens: tokens of one step; None = 512 on CPU, 2,048 elsewhere.
     block_size: tokens of one KV page; None = the attention backend's default.
+    kv_cache_dtype: auto = dtype; int8 and fp8 pools hold a byte per element and a float32 scale per token and head.
+    attention_backend: auto = the best for the devices, see `pallas_kernels.backends`.
     memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
     max_queued_requests: requests that may wait in an AsyncEngine, choices counted; None = no limit.
@@ -62,12 +64,12 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}: it must be in (0, 1]")
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}: it must be at least 1")
-        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _one_of("dtype", self.dtype, get_args(DType))
         if self.quantization is not None:
-            _one_of("quantization", self.quantization, ("int8",))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "bfloat16", "float32"))
-        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _one_of("attention_backend", self.attention_backend, ("auto", "reference"))
+            _one_of("quantization", self.quantization, get_args(Quantization))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

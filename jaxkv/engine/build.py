@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxkv.cache.budget import MemoryReport, device_memory, plan_pool
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.engine.admission import Admission
+from jaxkv.engine.attention_choice import choose_backend
 from jaxkv.engine.engine import Engine
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
@@ -32,11 +33,12 @@ from jaxkv.text.chat import compile_chat_template
 from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.weights.hub import resolve
 from jaxkv.weights.load import LoadedModel, load_model, read_config
-from pallas_kernels.kv_layout import KVLayout
-from pallas_kernels.ragged_paged_attention.api import Backend, check_supported
+from pallas_kernels.backends import TRAITS, check_backend, layout_for
+from pallas_kernels.ragged_paged_attention.api import check_supported
 
 log = logging.getLogger("jaxkv")
-_DEFAULT_BLOCK_SIZE = 16
+_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""JAX's names of the KV dtypes that have names of their own there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def build_engine(config: EngineConfig) -> Engine:
 def check_early(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError for what cannot work whatever the weights, before they are read."""
     mesh = build_mesh(config.tensor_parallel_size)
-    _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0].platform), num_blocks=1)
+    _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0]), num_blocks=1)
     split_heads(model, config.tensor_parallel_size)
 
 
@@ -81,7 +83,7 @@ def assemble(
 ) -> Engine:
     """Builds an engine from a model that is in host memory already, and warms it up."""
     mesh = build_mesh(config.tensor_parallel_size)
-    config = resolve_defaults(config, model, mesh.devices.flat[0].platform)
+    config = resolve_defaults(config, model, mesh.devices.flat[0])
     assert config.max_model_len
     assert config.max_num_seqs
     assert config.max_num_batched_tokens
@@ -89,9 +91,17 @@ def assemble(
     template = _chat_template(config, tokenizer)
     shards = config.tensor_parallel_size
     split = split_heads(model, shards)
-    layout = KVLayout(split.num_layers, split.num_kv_heads, split.head_dim, config.block_size, config.kv_cache_dtype)
+    backend = check_backend(config.attention_backend)
     try:
-        check_supported(config.attention_backend, layout, num_heads=split.num_heads)
+        layout = layout_for(
+            backend,
+            num_layers=split.num_layers,
+            num_kv_heads=split.num_kv_heads,
+            head_dim=split.head_dim,
+            page_size=config.block_size,
+            dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+        )
+        check_supported(backend, layout, num_heads=split.num_heads)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     max_pages = -(-config.max_model_len // config.block_size)
@@ -111,7 +121,6 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
     )
     log.info("memory: %s", memory)
-    backend = cast(Backend, config.attention_backend)
     spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=config.quantization is not None)
     runner = Runner(spec, placed, buckets, memory.num_blocks)
     runner.warm_up()
@@ -129,9 +138,9 @@ def assemble(
     )
 
 
-def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
+def resolve_defaults(config: EngineConfig, model: ModelConfig, device: jax.Device) -> EngineConfig:
     """Fills in what config leaves open. Raises ConfigError for what the model cannot do."""
-    on_cpu = platform == "cpu"
+    on_cpu = device.platform == "cpu"
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError(
@@ -139,9 +148,7 @@ def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) ->
         )
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
-    backend: Literal["reference"] = "reference"
-    if config.attention_backend == "auto":
-        log.info("attention backend: %s (chosen for %s)", backend, platform)
+    backend = choose_backend(config, device)
     return dataclasses.replace(
         config,
         dtype=_dtype(config),
@@ -149,7 +156,7 @@ def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) ->
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        block_size=config.block_size or _DEFAULT_BLOCK_SIZE,
+        block_size=config.block_size or TRAITS[backend].page_size,
         attention_backend=backend,
     )
 

@@ -362,7 +362,7 @@ class Engine:
         return view_pages(self._scheduler.ledger, [choice.sequence for _, choice in self._owner.values()])
 
     def read_pages(self, blocks: Seq[int]) -> np.ndarray:
-        """The K and V of some blocks as stored: float32 [len(blocks), L, 2, K, block_size, D] (index 0 is K, 1 is V)."""
+        """The keys and values of some blocks: float32 [len(blocks), L, 2, K, block_size, D] (index 0 is K, 1 is V)."""
         return self._runner.read_pages(blocks)
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from jaxkv.runtime.mesh import replicated
 from jaxkv.runtime.sampler import SamplingFlags
 from jaxkv.runtime.step import StepOutput, StepSpec, make_step
 from jaxkv.runtime.step_batch import Buckets, Chunk, build_batch, empty_batch, no_flags
+from pallas_kernels.kv_layout import read_pages
 
 log = logging.getLogger("jaxkv")
 
@@ -98,16 +99,24 @@ class Runner:
         return lost
 
     def read_pages(self, blocks: Seq[int]) -> np.ndarray:
-        """Pages as stored, in float32: [len(blocks), L, 2, K, page, D]."""
-        (group,) = self.pool
-        ids = [self._checked(block) for block in blocks]
-        return np.moveaxis(np.asarray(group.pages[:, jnp.asarray(ids, jnp.int32)], np.float32), 1, 0)
+        """Keys and values of some pages in float32, scales applied: [len(blocks), L, 2, K, page, D]."""
+        (group,), layout = self.pool, self.spec.layout
+        ids = jnp.asarray([self._checked(block) for block in blocks], jnp.int32)
+        layers = [
+            read_pages(group, jnp.int32(i), ids, layout, jnp.dtype(jnp.float32)) for i in range(layout.num_layers)
+        ]
+        both = [
+            np.stack([np.asarray(keys, np.float32), np.asarray(values, np.float32)], axis=1) for keys, values in layers
+        ]
+        return np.stack(both, axis=1)
 
     def poison(self, blocks: Seq[int]) -> None:
-        """Fills pages with NaN: for tests, which so prove that nobody reads a free page."""
+        """Fills pages with NaN, or their scales where integers are stored: for tests, which so prove that nobody reads a free page."""
         (group,) = self.pool
-        pages = group.pages.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
-        self.pool = (dataclasses.replace(group, pages=jax.device_put(pages, group.pages.sharding)),)
+        name = "pages" if jnp.issubdtype(group.pages.dtype, jnp.floating) else "scales"
+        array = getattr(group, name)
+        poisoned = array.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
+        self.pool = (dataclasses.replace(group, **{name: jax.device_put(poisoned, array.sharding)}),)
 
     def _intact(self) -> bool:
         """Whether pool and state hold numbers: a step that fails has given away its buffers, or left the error in them."""

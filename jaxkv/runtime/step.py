@@ -21,9 +21,10 @@ from jaxkv.runtime.mesh import param_shardings, replicated
 from jaxkv.runtime.sampler import sample
 from jaxkv.runtime.slot_state import SlotState
 from jaxkv.runtime.step_batch import StepBatch
+from pallas_kernels.backends import Backend
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.kv_write.api import write_kv
-from pallas_kernels.ragged_paged_attention.api import Backend, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 
 
 @struct.dataclass

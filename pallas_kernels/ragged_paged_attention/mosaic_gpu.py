@@ -11,7 +11,6 @@ emulated there; Blackwell has no `wgmma`).
 
 from __future__ import annotations
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

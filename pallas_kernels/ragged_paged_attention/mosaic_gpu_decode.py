@@ -30,9 +30,9 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     choose,
     copy_tile,
     first_visible_key,
-    scaled_dots,
     pool_rows,
     scale_rows,
+    scaled_dots,
     tiled,
 )
 
@@ -87,7 +87,7 @@ def decode(
     queries = q.at[rows].get(mode="fill", fill_value=0).reshape(S, K, G, D)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded_group(spec) - G), (0, 0))).astype(spec.compute_dtype)
     partials = _attend(queries, pages, scales, layer, page_table, work, spec, tuning)
-    out = _combine(*partials, work.unit_slots, sinks, spec, tuning)
+    out = _combine(*partials, work.unit_slots, sinks, spec)
     return out[..., :G].transpose(0, 1, 3, 2).reshape(S, K * G, D), rows
 
 
@@ -253,7 +253,10 @@ def _attend(
                 weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(top, scores.shape, [1]))
                 shrink = jnp.exp2(before - top)
                 # Summed over keys once, when the unit closes: a thread keeps its own part until then.
-                total = choose(opens, jnp.zeros_like(total), total) * lax.broadcast_in_dim(shrink, scores.shape, [1]) + weights
+                total = (
+                    choose(opens, jnp.zeros_like(total), total) * lax.broadcast_in_dim(shrink, scores.shape, [1])
+                    + weights
+                )
                 if dynamic:
                     value_scale = _load_scales(scale_smem.at[slot, 1]) * spec.value_gain
                     weights = jnp.where(seen, weights * lax.broadcast_in_dim(value_scale, scores.shape, [0]), 0.0)
@@ -357,7 +360,6 @@ def _combine(
     unit_slots: Int[Array, "units 2"],
     sinks: Float[Array, " H"] | None,
     spec: CallSpec,
-    tuning: DecodeTuning,
 ) -> Float[Array, "S K D N"]:
     """Merges the partial results of each unit (a sequence and a KV head)."""
     (slots, D, N), units = acc.shape, unit_slots.shape[0]
@@ -391,7 +393,9 @@ def _combine(
                 new_top = jnp.maximum(top, next_top)
                 old, new = jnp.exp2(top - new_top), jnp.exp2(next_top - new_top)
                 total = total * old + next_sum * new
-                out = out * lax.broadcast_in_dim(old, out.shape, [1]) + next_acc * lax.broadcast_in_dim(new, out.shape, [1])
+                out = out * lax.broadcast_in_dim(old, out.shape, [1]) + next_acc * lax.broadcast_in_dim(
+                    new, out.shape, [1]
+                )
                 top = new_top
             return out, top, total
 
@@ -418,5 +422,3 @@ def _combine(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(*inputs)
     return out.reshape(-1, spec.num_kv_heads, D, N)
-
-

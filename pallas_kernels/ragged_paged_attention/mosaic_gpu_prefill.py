@@ -40,7 +40,9 @@ ROWS = 64
 CONSUMERS = 2
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
-ROW_BLOCKS = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+ROW_BLOCKS = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
+)
 """Blocks of 8 x 64 elements spread over a warpgroup, 4 consecutive ones for each thread."""
 
 
@@ -80,7 +82,9 @@ def staged_columns(spec: CallSpec) -> int:
 def shared_bytes(spec: CallSpec, tuning: PrefillTuning) -> int:
     """Shared memory of one block's buffers, barriers and reduction scratch excluded."""
     D = spec.head_dim
-    stored = 2 * tuning.stages * tuning.keys * (D * jnp.dtype(spec.kv_dtype).itemsize + (4 if spec.scales == "token" else 0))
+    stored = (
+        2 * tuning.stages * tuning.keys * (D * jnp.dtype(spec.kv_dtype).itemsize + (4 if spec.scales == "token" else 0))
+    )
     return stored + 2 * tuning.converted * tuning.keys * D * 2 + CONSUMERS * ROWS * (D + staged_columns(spec)) * 2
 
 
@@ -259,7 +263,7 @@ class _Kernel:
         sink_ref = rest.pop(0) if self.spec.has_sinks else None
         wg = lax.axis_index("wg")
         quantized = self.spec.quantized
-        consumers, converter, producer = ((200, 72, 40) if quantized else (240, 0, 24))
+        consumers, converter, producer = (200, 72, 40) if quantized else (240, 0, 24)
 
         def consume() -> None:
             plgpu.set_max_registers(consumers, action="increase")
@@ -322,7 +326,15 @@ class _Kernel:
         return row, item.position + row - item.row, wanted - row, tokens
 
     def produce(
-        self, q_ref: Ref, pool: Ref, layer_ref: Ref, table: Ref, tiles: Ref, num_tiles: Ref, scale_ref: Ref | None, s: dict[str, Ref]
+        self,
+        q_ref: Ref,
+        pool: Ref,
+        layer_ref: Ref,
+        table: Ref,
+        tiles: Ref,
+        num_tiles: Ref,
+        scale_ref: Ref | None,
+        s: dict[str, Ref],
     ) -> None:
         """Copies queries, and the pages of keys and values into their rings."""
         spec = self.spec
@@ -336,7 +348,9 @@ class _Kernel:
                         spec,
                         pool=pool,
                         scales=scale_ref if dynamic else None,
-                        first_row=lambda page, which=which: ((layer_row + page) * 2 + which) * spec.num_kv_heads + item.kv_head,
+                        first_row=lambda page, which=which: (
+                            ((layer_row + page) * 2 + which) * spec.num_kv_heads + item.kv_head
+                        ),
                         page_ids=table.at[item.sequence],
                         key0=j * self.tuning.keys,
                         kv_len=item.kv_len,
@@ -389,10 +403,17 @@ class _Kernel:
                     scales = s[f"{name}_scale"].at[stored.slot(t)] if spec.scales == "token" else None
 
                     @pl.loop(0, (keys // 64) * (spec.head_dim // 64))
-                    def _part(i: Array, source: Ref = source, target: Ref = target, scales: Ref | None = scales) -> None:
+                    def _part(
+                        i: Array, source: Ref = source, target: Ref = target, scales: Ref | None = scales
+                    ) -> None:
                         first = pl.multiple_of(lax.rem(i, jnp.int32(keys // 64)) * 64, 64)
-                        rows, columns = pl.ds(first, 64), pl.ds(pl.multiple_of(lax.div(i, jnp.int32(keys // 64)) * 64, 64), 64)
-                        values = plgpu.load(source.at[rows, columns], layout=layout, optimized=False).astype(spec.compute_dtype)
+                        rows, columns = (
+                            pl.ds(first, 64),
+                            pl.ds(pl.multiple_of(lax.div(i, jnp.int32(keys // 64)) * 64, 64), 64),
+                        )
+                        values = plgpu.load(source.at[rows, columns], layout=layout, optimized=False).astype(
+                            spec.compute_dtype
+                        )
                         if scales is not None:
                             scale = plgpu.load(scales.at[rows], layout=layout.reduce(1), optimized=False)
                             values = values.astype(jnp.float32) * lax.broadcast_in_dim(scale, values.shape, [0])
@@ -443,7 +464,9 @@ class _Kernel:
 
             cleans = self.cleans_tail(item, wg)
             if not spec.quantized:
-                pl.when(self.has_tail(item) & jnp.logical_not(cleans))(lambda: plgpu.barrier_arrive(self.tail_clean(item, s)))
+                pl.when(self.has_tail(item) & jnp.logical_not(cleans))(
+                    lambda: plgpu.barrier_arrive(self.tail_clean(item, s))
+                )
             plgpu.barrier_wait(s["queries"].at[wg])
             lax.fori_loop(item.low, low, skip, None)
 
@@ -452,7 +475,9 @@ class _Kernel:
                 key_scale = scale_ref[layer_ref[0] * 2 * spec.num_kv_heads + item.kv_head]
                 value_scale = scale_ref[(layer_ref[0] * 2 + 1) * spec.num_kv_heads + item.kv_head]
 
-            def softmax(dots: Array, j: Array, top: Array, total: Array, masked: bool) -> tuple[Array, Array, Array, Array]:
+            def softmax(
+                dots: Array, j: Array, top: Array, total: Array, masked: bool
+            ) -> tuple[Array, Array, Array, Array]:
                 """(top, total, weights, factor by which earlier results shrink)."""
                 scores, factor = scaled_dots(spec, dots, key_scale)
                 if masked:
@@ -471,7 +496,9 @@ class _Kernel:
 
             def start_keys(out: Ref, j: Array) -> None:
                 # The index is wg, but not to the compiler, which would keep all descriptors of the queries in registers.
-                queries = s["q_smem"].at[wg + jnp.where(j < item.high, 0, 1)] if spec.head_dim == 256 else s["q_smem"].at[wg]
+                queries = (
+                    s["q_smem"].at[wg + jnp.where(j < item.high, 0, 1)] if spec.head_dim == 256 else s["q_smem"].at[wg]
+                )
                 plgpu.wgmma(out, queries, key_ring.wait(number + j).transpose((1, 0)))
 
             # Two accumulators at head_dim 256: with four warpgroups one `wgmma` may not name more than 128 registers.
@@ -584,7 +611,9 @@ class _Kernel:
                 layout = WGMMA
                 loaded = plgpu.load(part, layout=layout)
                 row = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=layout)
-                part[...] = jnp.where(row < item.kv_len - (item.high - 1) * self.tuning.keys, loaded, jnp.zeros_like(loaded))
+                part[...] = jnp.where(
+                    row < item.kv_len - (item.high - 1) * self.tuning.keys, loaded, jnp.zeros_like(loaded)
+                )
             plgpu.commit_smem()
             plgpu.barrier_arrive(clean)
 
@@ -626,7 +655,9 @@ class _Kernel:
         for d in range(0, self.spec.head_dim, columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             part = out[d // 128]
-            plgpu.store(staged, part if columns == part.shape[1] else part[:, d % 128 : d % 128 + columns], optimized=False)
+            plgpu.store(
+                staged, part if columns == part.shape[1] else part[:, d % 128 : d % 128 + columns], optimized=False
+            )
             plgpu.commit_smem()
 
             @pl.when(tokens == span)

@@ -95,3 +95,25 @@ def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[i
     engine.check()
     for index in order:
         assert answer_of(join_deltas(deltas[index])) == alone[index]
+
+
+def test_on_the_xla_path(alone: list[Answer]) -> None:
+    """The engine's own choice on a CPU is native code, where a compiler is found."""
+    assert run_together(tiny_engine(num_blocks=128, max_num_seqs=32, attention_backend="reference"), JOBS) == alone
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cpu_native", "int8"), ("reference", "int8"), ("reference", "fp8_e4m3"), ("reference", "fp8_e5m2")],
+)
+def test_quantized_pages(backend: str, dtype: str) -> None:
+    """Against the same pages alone: in a batch, with the prefix cached, and preempted. A page holds a byte per element."""
+    settings = {"attention_backend": backend, "kv_cache_dtype": dtype, "kv_cache_memory_bytes": 400_000}
+    jobs = [job for job in JOBS if job.params.prompt_logprobs is None]
+    engine = tiny_engine(max_num_seqs=16, max_model_len=64, **settings)
+    alone = [run_together(engine, [job])[0] for job in jobs]
+    assert run_together(engine, jobs) == alone
+    (group,) = engine._runner.pool
+    assert group.pages.nbytes == group.pages.size
+    engine.poison_free_pages()
+    assert run_together(engine, jobs) == alone
