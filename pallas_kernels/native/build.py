@@ -25,7 +25,7 @@ log = logging.getLogger("jaxkv")
 COMPILERS = ("c++", "g++", "clang++")
 # Contraction to fused multiply-adds is off by default in standard modes of GCC.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
-BUILD_TIMEOUT_SECONDS = 300
+BUILD_TIMEOUT_SECONDS = 600
 _CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"} | {
     "CPU implementer",
     "CPU architecture",

@@ -92,16 +92,6 @@ inline Floats tanh(Floats x) {
   return (Floats)((Words)y | ((Words)x & 0x80000000u));
 }
 
-// Element Start, Start + 2, ... of the 2 * kLanes elements of a and b.
-template <int Start, int... I>
-inline Floats every_second(Floats a, Floats b, std::integer_sequence<int, I...>) {
-#if defined(__clang__) || __GNUC__ >= 12
-  return __builtin_shufflevector(a, b, (Start + 2 * I)...);
-#else
-  return __builtin_shuffle(a, b, Ints{(Start + 2 * I)...});
-#endif
-}
-
 // Lanes a[First], b[First], a[First + 1], b[First + 1], ...
 template <int First, int... I>
 inline Floats interleave(Floats a, Floats b, std::integer_sequence<int, I...>) {
@@ -112,43 +102,44 @@ inline Floats interleave(Floats a, Floats b, std::integer_sequence<int, I...>) {
 #endif
 }
 
-// to[j][i] = from[i][j] for kLanes x kLanes floats; rows are `from_stride` and `to_stride` floats apart.
-inline void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+// Exchanges rows and lanes of a square of kLanes vectors.
+template <class Vector>
+inline void transpose(Vector (&rows)[kLanes]) {
   constexpr int kHalf = kLanes / 2;
   constexpr std::make_integer_sequence<int, kLanes> lanes{};
-  Floats rows[kLanes], mixed[kLanes];
-  for (int i = 0; i < kLanes; ++i) rows[i] = load(from + i * from_stride);
   // Interleaving row i with row i + kHalf rotates the bits of (row, lane) by one: after log2(kLanes) times they have
   // changed places.
   for (int span = 1; span < kLanes; span *= 2) {
-    for (int i = 0; i < kHalf; ++i) {
-      mixed[2 * i] = interleave<0>(rows[i], rows[i + kHalf], lanes);
-      mixed[2 * i + 1] = interleave<kHalf>(rows[i], rows[i + kHalf], lanes);
-    }
-    for (int i = 0; i < kLanes; ++i) rows[i] = mixed[i];
-  }
-  for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
-}
-
-// Sums of neighbouring lanes of a, then of b.
-inline Floats add_neighbours(Floats a, Floats b) {
-  constexpr std::make_integer_sequence<int, kLanes> lanes{};
-  return every_second<0>(a, b, lanes) + every_second<1>(a, b, lanes);
-}
-
-// Lane i of the result is the sum of all lanes of the i-th of kLanes vectors at `rows`, `stride` floats apart.
-template <int Count = kLanes>
-inline Floats sum_each(const float* rows, int stride) {
-  if constexpr (Count == 2) {
-    return add_neighbours(load(rows), load(rows + stride));
-  } else {
-    return add_neighbours(sum_each<Count / 2>(rows, stride), sum_each<Count / 2>(rows + Count / 2 * stride, stride));
+    Vector mixed[kLanes];
+    unroll<kHalf>([&](auto i) JAXKV_INLINE {
+      const Floats a = (Floats)rows[i], b = (Floats)rows[i + kHalf];
+      mixed[2 * i] = (Vector)interleave<0>(a, b, lanes);
+      mixed[2 * i + 1] = (Vector)interleave<kHalf>(a, b, lanes);
+    });
+    unroll<kLanes>([&](auto i) JAXKV_INLINE { rows[i] = mixed[i]; });
   }
 }
 
-inline float sum_lanes(Floats values) {
-  for (int width = kLanes; width > 1; width /= 2) values = add_neighbours(values, values);
+// to[j][i] = from[i][j] for kLanes x kLanes floats; rows are `from_stride` and `to_stride` floats apart.
+inline void transpose_block(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  Floats rows[kLanes];
+  unroll<kLanes>([&](auto i) JAXKV_INLINE { rows[i] = load(from + i * from_stride); });
+  transpose(rows);
+  unroll<kLanes>([&](auto i) JAXKV_INLINE { store(to + i * to_stride, rows[i]); });
+}
+
+// The sum of kLanes values by pairs of neighbours, pairs of pairs and so on: one order for all who must agree to the bit.
+template <class Value>
+inline Value sum_pairs(Value (&values)[kLanes]) {
+  for (int count = kLanes; count > 1; count /= 2) {
+    for (int i = 0; i < count / 2; ++i) values[i] = values[2 * i] + values[2 * i + 1];
+  }
   return values[0];
+}
+
+// a * x + b * y, always contracted the same way.
+inline Floats blend(Floats a, Floats x, Floats b, Floats y) {
+  return a * x + b * y;
 }
 
 inline float max_lanes(Floats values) {

@@ -1,7 +1,7 @@
 """Ragged paged attention on CPU in native code (`cpu_native.cc`): pages are read in place, once for a KV head's queries.
 
-A sequence's output is the same to the bit whatever the other sequences and the number of threads, and, for chunks of more than
-one query, however its prompt is cut into chunks.
+A query's output is the same to the bit whatever the other sequences, the number of threads, and how its prompt is cut into
+chunks: decodes and prefill chunks do the same arithmetic in the same order.
 """
 
 from __future__ import annotations

@@ -10,6 +10,13 @@
 
 namespace jaxkv {
 
+// Scores are formed for blocks of keys, between two updates of the running maximum, and blocks are folded into partial
+// results of kSplitKeys keys, which are merged in order. Blocks and splits start at multiples of their size, whoever
+// computes them: decode and prefill do the same arithmetic, in the same order, for a query and a key.
+constexpr int64_t kKeyBlock = 64;
+constexpr int64_t kSplitKeys = 256;
+static_assert(kSplitKeys % kKeyBlock == 0 && kKeyBlock % kLanes == 0, "splits hold whole blocks, blocks whole vectors");
+
 enum class ActivationType { kFloat32, kBFloat16 };
 
 // Shapes: T tokens, S sequences, W page-table columns, K KV heads, G query heads of each, D head dim, P pages of a

@@ -4,14 +4,14 @@
 // The rows of a tile are (query, query head) pairs. They run along the vector lanes: scores are [keys, rows] and
 // outputs [D, rows], so that the softmax over keys never crosses lanes, and keys and values enter as scalars in the
 // order in which they are stored. Blocks of keys start at multiples of kKeyBlock, and a key that a row does not see
-// leaves it exactly as it was: a row's result does not depend on how its prompt was cut into chunks.
+// leaves it exactly as it was: a row's result does not depend on how its prompt was cut into chunks, and is that
+// of a decode.
 #pragma once
 
 #include "cpu_native_call.h"
 
 namespace jaxkv {
 
-constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kTileRows = 192;                             // a block's conversion to float serves this many rows
 constexpr int64_t kSmallTileRows = 64;                         // the same where large tiles are too few to keep all threads busy
 constexpr int kPanelVectors = kVectorRegisters >= 32 ? 4 : 3;  // rows of a panel: at most this many vectors
@@ -49,68 +49,105 @@ inline void matmul_rows(const float* a, int64_t row_step, int64_t depth_step, co
 
 // A block of keys and values in float; rows that nobody may read are zero.
 struct FloatBlock {
-  float* keys;    // [kKeyBlock, depth]
-  float* values;  // [kKeyBlock, depth]
-  int64_t first;  // position of row 0
-  int64_t depth;  // D, rounded up to kLanes; the rest of a row is zero
+  float* keys;          // [kKeyBlock, depth]
+  float* values;        // [kKeyBlock, depth]
+  float* key_scales;    // [kKeyBlock]
+  float* value_scales;  // [kKeyBlock]
+  int64_t first;        // position of row 0
+  int64_t depth;        // D, rounded up to kLanes; the rest of a row is zero
 };
 
-// Up to kPanelVectors vectors of rows with their running softmax.
-struct Panel {
-  float* queries;      // [depth, rows]
-  float* scores;       // [kKeyBlock, rows], shared by all panels
-  float* outputs;      // [depth, rows]
-  float* top;          // [rows]
-  float* total;        // [rows]
-  float* shrink;       // [rows]
-  int32_t* positions;  // [rows]
-  int64_t rows;        // a multiple of kLanes; those without a query repeat the last one's position and have zeros for a query
-  int64_t first_position, last_position;
+// A running softmax of a panel's rows.
+struct PanelState {
+  float* top;      // [rows]
+  float* total;    // [rows]
+  float* outputs;  // [depth, rows]
 
-  static int64_t floats(int64_t depth, int64_t rows) { return (2 * depth + 4) * rows; }
-  Panel(float* memory, float* scores, int64_t depth, int64_t rows) : scores(scores), rows(rows) {
-    queries = memory;
-    outputs = queries + depth * rows;
-    top = outputs + depth * rows;
-    total = top + rows;
-    shrink = total + rows;
-    positions = reinterpret_cast<int32_t*>(shrink + rows);
+  static int64_t floats(int64_t depth, int64_t rows) { return (depth + 2) * rows; }
+  PanelState(float* memory, int64_t rows) : top(memory), total(top + rows), outputs(total + rows) {}
+
+  void clear(int64_t depth, int64_t rows) {
+    std::fill(top, top + rows, kLowest);
+    std::fill(total, outputs + depth * rows, 0.0f);
   }
 };
 
-// Caps and masks `count` keys' scores, updates the running maximum and turns the scores into weights.
+// Up to kPanelVectors vectors of rows. What one split of the keys gives is in `part`, what all before it gave in `whole`.
+struct Panel {
+  float* scores;       // [kKeyBlock, rows], shared by all panels
+  int64_t rows;        // a multiple of kLanes; those without a query repeat the last one's position and have zeros for a query
+  float* queries;      // [depth, rows]
+  float* shrink;       // [rows]
+  int32_t* positions;  // [rows]
+  PanelState part, whole;
+  int64_t first_position = 0, last_position = 0;
+
+  static int64_t floats(int64_t depth, int64_t rows) { return (depth + 2) * rows + 2 * PanelState::floats(depth, rows); }
+  Panel(float* memory, float* scores, int64_t depth, int64_t rows)
+      : scores(scores),
+        rows(rows),
+        queries(memory),
+        shrink(queries + depth * rows),
+        positions(reinterpret_cast<int32_t*>(shrink + rows)),
+        part(shrink + 2 * rows, rows),
+        whole(shrink + 2 * rows + PanelState::floats(depth, rows), rows) {}
+
+  // Adds the split in `part` to `whole` and clears it.
+  void merge(int64_t depth) const {
+    PanelState empty = part;
+    for (int64_t r = 0; r < rows; r += kLanes) {
+      const Floats old_top = load(whole.top + r), part_top = load(part.top + r), top = max(old_top, part_top);
+      const Floats mine = exp(old_top - top), its = exp(part_top - top);
+      store(whole.top + r, top);
+      store(whole.total + r, blend(load(whole.total + r), mine, load(part.total + r), its));
+      for (int64_t at = r; at < depth * rows; at += rows) {
+        store(whole.outputs + at, blend(load(whole.outputs + at), mine, load(part.outputs + at), its));
+      }
+    }
+    empty.clear(depth, rows);
+  }
+};
+
+// Scales, caps and masks `count` keys' scores, updates the running maximum and turns the scores into weights.
 template <int Vectors>
-inline void weigh_panel(const AttentionCall& call, const Panel& panel, int64_t first_key, int64_t count) {
+inline void weigh_panel(const AttentionCall& call, const FloatBlock& block, const Panel& panel, int64_t count) {
   constexpr int64_t kWidth = Vectors * kLanes;
-  const int64_t last_key = first_key + count - 1;
-  const bool masked = last_key > panel.first_position || first_key < call.first_key(panel.last_position);
-  const bool changes = masked || call.soft_capped();
+  const int64_t last_key = block.first + count - 1;
+  const bool masked = last_key > panel.first_position || block.first < call.first_key(panel.last_position);
+  const bool changes = masked || call.soft_capped() || call.scales;
   const int32_t window = call.window > 0 ? static_cast<int32_t>(std::min<int64_t>(call.window, INT32_MAX)) : INT32_MAX;
+  const PanelState& state = panel.part;
   for (int v = 0; v < Vectors; ++v) {
     float* scores = panel.scores + v * kLanes;
     const Ints position = load<Ints>(panel.positions + v * kLanes);
-    const Floats old_top = load(panel.top + v * kLanes);
+    const Floats old_top = load(state.top + v * kLanes);
     Floats top = old_top;
     for (int64_t key = 0; key < count; ++key) {
       Floats score = load(scores + key * kWidth);
       if (changes) {
+        if (call.scales) score *= block.key_scales[key];
         if (call.soft_capped()) score = call.soft_cap * tanh(score);
-        const Ints ago = position - static_cast<int32_t>(first_key + key);
+        const Ints ago = position - static_cast<int32_t>(block.first + key);
         score = select((ago >= 0) & (ago < window), score, splat(kMasked));
         store(scores + key * kWidth, score);
       }
       top = max(score, top);
     }
-    Floats total = {};
-    for (int64_t key = 0; key < count; ++key) {
-      const Floats weight = exp(load(scores + key * kWidth) - top);
-      total += weight;
-      store(scores + key * kWidth, weight);
+    Floats sums[kLanes];  // a decode has every kLanes-th key in the same lane
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      Floats sum = {};
+      for (int64_t key = lane; key < count; key += kLanes) {
+        const Floats weight = exp(load(scores + key * kWidth) - top);
+        sum += weight;
+        store(scores + key * kWidth, call.scales ? weight * block.value_scales[key] : weight);
+      }
+      sums[lane] = sum;
     }
     const Floats shrink = exp(old_top - top);
-    store(panel.top + v * kLanes, top);
+    store(state.top + v * kLanes, top);
     store(panel.shrink + v * kLanes, shrink);
-    store(panel.total + v * kLanes, load(panel.total + v * kLanes) * shrink + total);
+    const Floats added = sum_pairs(sums);
+    store(state.total + v * kLanes, load(state.total + v * kLanes) * shrink + added);
   }
 }
 
@@ -121,9 +158,10 @@ void fold_panel(const AttentionCall& call, const FloatBlock& block, int64_t coun
     matmul_rows<Vectors, false>(block.keys + key * block.depth, block.depth, 1, panel.queries, call.shape.D, nullptr,
                                 panel.scores + key * kWidth);
   }
-  weigh_panel<Vectors>(call, panel, block.first, count);
+  weigh_panel<Vectors>(call, block, panel, count);
   for (int64_t d = 0; d < block.depth; d += kMatmulRows) {
-    matmul_rows<Vectors, true>(block.values + d, 1, block.depth, panel.scores, count, panel.shrink, panel.outputs + d * kWidth);
+    matmul_rows<Vectors, true>(block.values + d, 1, block.depth, panel.scores, count, panel.shrink,
+                               panel.part.outputs + d * kWidth);
   }
 }
 
@@ -150,9 +188,13 @@ void read_block(const KeyFinder<T>& finder, int64_t D, int64_t begin, int64_t en
     std::fill(rows, rows + before * depth, 0.0f);
     std::fill(rows + (end - block.first) * depth, rows + until * depth, 0.0f);
   }
+  std::fill(block.key_scales, block.key_scales + before, 0.0f);
+  std::fill(block.value_scales, block.value_scales + before, 0.0f);
   finder.visit(begin, end, [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
-    convert_row(key, D, key_scale, block.keys + (before + i) * depth);
-    convert_row(value, D, value_scale, block.values + (before + i) * depth);
+    convert_row(key, D, 1.0f, block.keys + (before + i) * depth);
+    convert_row(value, D, 1.0f, block.values + (before + i) * depth);
+    block.key_scales[before + i] = key_scale;
+    block.value_scales[before + i] = value_scale;
   });
 }
 
@@ -172,17 +214,18 @@ inline void start_panel(const TileRows& tile, int64_t first, int64_t used, float
   const AttentionCall& call = tile.call;
   const int64_t rows = panel.rows;
   std::fill(plain, plain + rows * depth, 0.0f);
+  panel.part.clear(depth, rows);
+  panel.whole.clear(depth, rows);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t row = first + std::min(r, used - 1), h = tile.query_head(row);
     panel.positions[r] = static_cast<int32_t>(tile.range.position(tile.query(row)));
-    panel.top[r] = call.sinks ? std::max(call.sinks[h], kLowest) : kLowest;
-    panel.total[r] = call.sinks ? 1.0f : 0.0f;
+    panel.whole.top[r] = call.sinks ? std::max(call.sinks[h], kLowest) : kLowest;
+    panel.whole.total[r] = call.sinks ? 1.0f : 0.0f;
     if (r < used) read_query(call, tile.range.row + tile.query(row), h, plain + r * depth);
   }
   for (int64_t r = 0; r < rows; r += kLanes) {
     for (int64_t d = 0; d < depth; d += kLanes) transpose_block(plain + r * depth + d, depth, panel.queries + d * rows + r, rows);
   }
-  std::fill(panel.outputs, panel.outputs + depth * rows, 0.0f);
   panel.first_position = panel.positions[0];
   panel.last_position = panel.positions[rows - 1];
 }
@@ -190,10 +233,11 @@ inline void start_panel(const TileRows& tile, int64_t first, int64_t used, float
 inline void finish_panel(const TileRows& tile, int64_t first, int64_t used, float* plain, int64_t depth, const Panel& panel) {
   const int64_t rows = panel.rows;
   for (int64_t r = 0; r < rows; r += kLanes) {
-    for (int64_t d = 0; d < depth; d += kLanes) transpose_block(panel.outputs + d * rows + r, rows, plain + r * depth + d, depth);
+    for (int64_t d = 0; d < depth; d += kLanes)
+      transpose_block(panel.whole.outputs + d * rows + r, rows, plain + r * depth + d, depth);
   }
   for (int64_t r = 0; r < used; ++r) {
-    const float total = panel.total[r];
+    const float total = panel.whole.total[r];
     write_output(tile.call, tile.range.row + tile.query(first + r), tile.query_head(first + r), plain + r * depth,
                  total == 0 ? 1.0f : 1.0f / total);
   }
@@ -211,9 +255,10 @@ void attend_tile(const AttentionCall& call, int64_t sequence, int64_t head, int6
   const int64_t rows = queries * call.shape.G;
 
   float* memory =
-      scratch.floats(2 * kKeyBlock * depth + (kKeyBlock + depth) * kPanelRows + Panel::floats(depth, round_up(rows, kLanes)));
-  FloatBlock block{memory, memory + kKeyBlock * depth, 0, depth};
-  float* scores = memory + 2 * kKeyBlock * depth;
+      scratch.floats(2 * kKeyBlock * (depth + 1) + (kKeyBlock + depth) * kPanelRows + Panel::floats(depth, round_up(rows, kLanes)));
+  float* key_scales = memory + 2 * kKeyBlock * depth;
+  FloatBlock block{memory, memory + kKeyBlock * depth, key_scales, key_scales + kKeyBlock, 0, depth};
+  float* scores = key_scales + 2 * kKeyBlock;
   float* plain = scores + kKeyBlock * kPanelRows;
   float* next = plain + kPanelRows * depth;
   if (depth > D) std::fill(memory, scores, 0.0f);
@@ -231,10 +276,12 @@ void attend_tile(const AttentionCall& call, int64_t sequence, int64_t head, int6
   for (block.first = begin / kKeyBlock * kKeyBlock; block.first < end; block.first += kKeyBlock) {
     const int64_t stop = std::min(block.first + kKeyBlock, end);
     read_block(finder, D, std::max(block.first, begin), stop, block);
+    const bool ends_split = (block.first + kKeyBlock) % kSplitKeys == 0 || block.first + kKeyBlock >= end;
     for (const Panel& panel : panels) {
       const int64_t count = std::min(stop, panel.last_position + 1) - block.first;
       const bool seen = count > 0 && block.first + kKeyBlock > call.first_key(std::max<int64_t>(panel.first_position, 0));
       if (seen) fold_any_panel(call, block, count, panel);
+      if (ends_split) panel.merge(depth);
     }
   }
   for (size_t i = 0; i < panels.size(); ++i) {

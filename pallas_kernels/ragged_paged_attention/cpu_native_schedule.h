@@ -13,8 +13,6 @@
 
 namespace jaxkv {
 
-constexpr int64_t kSplitKeys = 256;
-
 struct PrefillTile {
   int64_t sequence, first_query, queries;
   int64_t cost;  // keys times rows
@@ -92,13 +90,16 @@ class AttentionRun {
     const int64_t K = call_.shape.K, G = call_.shape.G, width = decode_width<T>(call_.shape.D);
     const int64_t row = SequenceRange(call_, split.sequence).row;
     DecodeState state(states_ + (index * K + head) * floats_, G);
-    start_state(call_, head, call_.sinks && split.index == 0, width, state);
+    state.clear(G, width);
     attend_keys<T>(call_, split.sequence, head, row, split.first, split.end, state);
 
     const int64_t first = index - split.index;
     if (unfinished_[first * K + head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    DecodeState whole(states_ + (first * K + head) * floats_, G);
-    for (int64_t i = 1; i < split.of; ++i) {
+    static thread_local Scratch scratch;
+    DecodeState whole(scratch.floats(floats_), G);
+    whole.clear(G, width);
+    if (call_.sinks) whole.add_sinks(call_.sinks + head * G, G);
+    for (int64_t i = 0; i < split.of; ++i) {
       merge_states(DecodeState(states_ + ((first + i) * K + head) * floats_, G), G, width, whole);
     }
     write_state<T>(call_, row, head, whole);

@@ -15,6 +15,12 @@ from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention.api import check_supported, ragged_paged_attention
 
 MIXED = ((1, 300), (70, 70), (1, 17), (33, 517), (1, 1), (5, 260))
+NEIGHBOURLY = (
+    *(Case(dtype, MIXED, group=3, dtype=dtype) for dtype in ("float32", "bfloat16", "int8")),
+    *(Case(f"window-{w}", MIXED, group=4, window=w) for w in (5, 100)),
+    Case("dim-80", MIXED, group=1, head_dim=80),
+    Case("all-options", MIXED, group=7, page=4, window=300, soft_cap=5.0, sinks=True, dtype="int8", head_dim=128),
+)
 
 
 def attend(batch: Batch, **changes: Array) -> np.ndarray:
@@ -54,19 +60,16 @@ def test_matches_the_dense_oracle(case: Case, seed: int) -> None:
     assert not out[batch.tokens :].any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_sequence_does_not_see_its_neighbours_or_its_chunks(dtype: str, window: int | None) -> None:
-    batch = make_batch(Case("mixed", MIXED, group=3, dtype=dtype, window=window))
+@pytest.mark.parametrize("case", NEIGHBOURLY, ids=lambda case: case.name)
+def test_a_sequence_does_not_see_its_neighbours_or_its_chunks(case: Case) -> None:
+    """To the bit, also where a chunk is one query, which is computed as a decode."""
+    batch = make_batch(case)
     together = attend(batch)
-    for s, (queries, _) in enumerate(MIXED):
+    for s, (queries, _) in enumerate(case.lens):
         row = int(batch.cu_q_lens[s])
-        for cuts in ((0, queries), (0, 2, queries), (0, queries // 2, queries)):
-            pieces = [
-                attend(batch, **only(batch, s, a, b)) for a, b in itertools.pairwise(cuts) if b - a > 1 or queries == 1
-            ]
-            if sum(map(len, pieces)) == queries:
-                np.testing.assert_array_equal(np.concatenate(pieces), together[row : row + queries])
+        for cuts in ((0, queries), (0, 1, queries), (0, queries // 2, queries - 1, queries), range(queries + 1)):
+            pieces = [attend(batch, **only(batch, s, a, b)) for a, b in itertools.pairwise(sorted({*cuts}))]
+            np.testing.assert_array_equal(np.concatenate(pieces), together[row : row + queries])
 
 
 def test_pages_below_the_window_may_be_gone() -> None:
