@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxkv.core.errors import RequestError
 from jaxkv.core.outputs import RequestDelta
 from jaxkv.core.sampling_params import SamplingParams
 from server.metrics import Metrics
@@ -101,6 +102,10 @@ class Generation:
         self._streams = []
 
 
+MAX_CHOICES = 2048
+"""Most choices of one HTTP request, over all of its prompts."""
+
+
 async def open_generation(
     engine: AsyncEngine,
     metrics: Metrics,
@@ -112,6 +117,12 @@ async def open_generation(
     add_special_tokens: bool,
 ) -> Generation:
     """Checks and tokenizes every prompt, then queues them. Raises RequestError, QueueFullError, EngineStoppedError."""
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with n {params.n} are {len(prompts) * params.n} choices, at most {MAX_CHOICES} are "
+            "allowed in one request",
+            param="n",
+        )
     requests = [
         await engine.prepare(
             prompt, params, priority=priority, cache_salt=cache_salt, add_special_tokens=add_special_tokens

@@ -14,7 +14,7 @@ _SCHEDULING = "Scheduling"
 
 Model = Annotated[
     str | None,
-    typer.Argument(help=f"Catalog alias, directory, .gguf file or Hugging Face repo id. [default: {DEFAULT_MODEL}]"),
+    typer.Argument(help=f"Catalog alias, directory, .gguf file or Hugging Face repo id. Default: {DEFAULT_MODEL}."),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.")]
 Dtype = Annotated[

@@ -54,16 +54,15 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+        sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
+        for name in (*sizes, "tensor_parallel_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: it must be at least 1")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}: it must be a whole number of at least 1")
         if self.max_queued_requests is not None and self.max_queued_requests < 0:
             raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: it must be at least 0")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}: it must be in (0, 1]")
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}: it must be at least 1")
         _one_of("dtype", self.dtype, get_args(DType))
         if self.quantization is not None:
             _one_of("quantization", self.quantization, get_args(Quantization))

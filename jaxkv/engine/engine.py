@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxkv.engine.build import EngineParts
 
 log = logging.getLogger("jaxkv")
+_NOT_FINITE = "the model's logits are not finite numbers: its weights or its cache are damaged"
 _GOLDEN = 0x9E3779B97F4A7C15
 """Step between the seeds of a request's choices (the 64-bit golden ratio, as in SplitMix64)."""
 
@@ -121,12 +122,16 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
         live = LiveRequest(request, RequestTimes(arrival=time.monotonic()))
         self._live[request.request_id] = live
-        for index in range(request.params.n):
-            seq = self._new_sequence(request, index)
-            choice = Choice(request, index, seq, self.tokenizer)
-            live.choices.append(choice)
-            self._owner[seq.seq_id] = (live, choice)
-            self._scheduler.add(seq)
+        prompt_ids = list(request.prompt_token_ids)  # all choices read one list
+        try:
+            for index in range(request.params.n):
+                seq = self._new_sequence(request, index, prompt_ids)
+                self._scheduler.add(seq)
+                live.choices.append(Choice(request, index, seq, self.tokenizer))
+                self._owner[seq.seq_id] = (live, live.choices[-1])
+        except BaseException:
+            self.discard(request.request_id)
+            raise
         return request.request_id
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> str:
@@ -146,8 +151,12 @@ class Engine:
 
     def discard(self, request_id: str) -> None:
         """Aborts a request whose reader has gone: its last delta is dropped, and its id is free at once."""
-        if self.abort(request_id):
-            self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
+        self.abort(request_id)
+        self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request runs, waits, or has a delta that nobody has taken."""
+        return request_id in self._live or any(delta.request_id == request_id for delta in self._unclaimed)
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -190,11 +199,7 @@ class Engine:
         sampled: dict[int, Entry] = {}
         for row, entry in enumerate(plan.entries):
             if entry.samples and broken[row]:
-                self._end(
-                    entry.seq,
-                    "error",
-                    "the model's logits are not finite numbers: its weights or its cache are damaged",
-                )
+                self._end(entry.seq, "error", _NOT_FINITE)
             elif entry.samples:
                 sampled[row] = entry
         self._scheduler.commit(plan, {entry.seq.seq_id: [tokens[row]] for row, entry in sampled.items()})
@@ -245,6 +250,8 @@ class Engine:
         for entry, scores in zip(plan.entries, scoring, strict=True):
             if scores:
                 live, _ = self._owner[entry.seq.seq_id]
+                if not host.finite(range(first_row, first_row + entry.num_tokens)):
+                    self._end(entry.seq, "error", _NOT_FINITE)
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
                 known = live.prompt_logprobs_known
                 positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
@@ -252,10 +259,10 @@ class Engine:
             first_row += entry.num_tokens
 
     def _fail(self, plan: StepPlan, error: BaseException) -> float:
-        for entry in plan.entries:
-            self._end(entry.seq, "error", f"the step failed: {type(error).__name__}: {error}")
         if self._runner.restore():
             self._scheduler.forget_computed()
+        for entry in plan.entries:
+            self._end(entry.seq, "error", f"the step failed: {type(error).__name__}: {error}")
         return 0.0
 
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
@@ -280,13 +287,13 @@ class Engine:
             deltas.append(delta)
         return deltas
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, prompt_ids: list[int]) -> Sequence:
         params = request.params
         assert params.max_tokens is not None, "prepare resolves max_tokens"
         return Sequence(
             seq_id=f"{request.request_id}:{index}",
             request_id=request.request_id,
-            prompt_ids=list(request.prompt_token_ids),
+            prompt_ids=prompt_ids,
             max_tokens=params.max_tokens,
             stop_ids=frozenset(request.stop_ids),
             min_tokens=params.min_tokens,
@@ -317,8 +324,8 @@ class Engine:
         """
         return generation.generate(self, prompts, params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
-        """Runs one prompt and yields what it gains; closing the iterator early aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> generation.Stream:
+        """Runs one prompt and yields what it gains; closing the stream early aborts the request.
 
         Raises RequestError at once, not at the first item.
         """
@@ -371,6 +378,8 @@ class Engine:
         For tests and idle moments.
         """
         self._scheduler.check()
+        if self._live and not self._scheduler.has_unfinished:
+            raise RuntimeError(f"requests {self.unfinished} have no sequence left and have not ended")
         if self._runner.recompilations:
             raise RuntimeError(f"{self._runner.recompilations} compilations after the warm-up")
         if not self._live and (self._owner or self._scheduler.num_running or self._scheduler.ledger.num_held):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -66,7 +67,12 @@ class HostLogprobs:
         self._top_ids = np.asarray(logprobs.top_ids)
         self._top = np.asarray(logprobs.top)
 
+    def finite(self, rows: range) -> bool:
+        """Whether the log-probabilities of some rows are numbers."""
+        return bool(np.isfinite(self._top[rows.start : rows.stop, 0]).all())
+
     def at(self, row: int, token: int, k: int) -> TokenLogprob:
         """Of `token`, which the row was asked about, with the k best."""
         best = zip(self._top_ids[row, :k].tolist(), self._top[row, :k].tolist(), strict=True)
-        return TokenLogprob(token, self._chosen[row], self._rank[row], tuple(best))
+        inside = tuple((i, value) for i, value in best if value > -math.inf)  # a small vocabulary has fewer
+        return TokenLogprob(token, self._chosen[row], self._rank[row], inside)

@@ -56,18 +56,19 @@ class Runner:
         """Compiles everything that serving calls, by running it on padding."""
         started = time.monotonic()
         padding_slot = self.buckets.max_num_seqs
+        shapes = self.buckets.shapes()
+        log.info("warm-up: compiling %d step shapes (slow at the first start; compiled steps are cached)", len(shapes))
         with self._guard.watch():
             self.seat(
                 padding_slot, SamplingParams(temperature=0.0, max_tokens=1, presence_penalty=1.0), (), 0, [0], [0]
             )
-            for T, W in self.buckets.shapes():
+            for done, (T, W) in enumerate(shapes, start=1):
                 S = self.buckets.sequences(T)
                 batch = empty_batch(T, W, S, no_flags(), trash_page=self.num_blocks, padding_slot=padding_slot)
                 self.pool, self._state, output = self._step(self._params, self.pool, self._state, batch)
                 jax.block_until_ready(output)
+                log.info("warm-up: %d of %d shapes ready after %.1f s", done, len(shapes), time.monotonic() - started)
         self._warm_compilations = self._guard.compilations
-        count = len(self.buckets.shapes())
-        log.info("warm-up: %d step shapes ready in %.1f s", count, time.monotonic() - started)
 
     def seat(
         self, slot: int, params: SamplingParams, stop_ids: Seq[int], seed: int, prompt: Seq[int], output: Seq[int]
@@ -125,7 +126,7 @@ class Runner:
             return False
         try:
             jax.block_until_ready(leaves)
-        except jax.errors.JaxRuntimeError:
+        except Exception:
             return False
         return True
 

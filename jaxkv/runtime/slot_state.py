@@ -22,7 +22,7 @@ from jaxkv.runtime.arrays import HostOrDevice
 HISTORY_CHUNK = 1024
 """Tokens of history that one call of `add_history` takes (a static shape)."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
-"""A repetition penalty beyond these would overflow float32 when it meets a logit."""
+"""A repetition penalty beyond these, or a hotter temperature, would overflow float32 when it meets a logit."""
 
 
 @struct.dataclass
@@ -71,7 +71,7 @@ def slot_row(
     bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
     bias[: len(params.logit_bias)] = list(params.logit_bias.values())
     floats = {
-        "temperature": params.temperature,
+        "temperature": min(params.temperature, _LARGEST),
         "top_p": params.top_p,
         "min_p": params.min_p,
         "presence": params.presence_penalty,
