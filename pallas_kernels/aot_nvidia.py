@@ -1,6 +1,7 @@
 """Compiles for an H100 on a machine without one, and reads what the compiler says about each Mosaic GPU kernel.
 
-Needs the CUDA plugin of JAX (`jax-cuda12-plugin`, `jax-cuda12-pjrt`, `nvidia-cuda-nvcc-cu12`, or their CUDA 13 namesakes), no driver.
+Needs the CUDA plugin of JAX (`jax-cuda12-plugin`, `jax-cuda12-pjrt`, `nvidia-cuda-nvcc-cu12`, or their CUDA 13
+namesakes), no driver.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 H100_TARGET = """
@@ -50,7 +52,8 @@ gpu_device_info {
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What ptxas says about one kernel, and what its PTX holds. serialized: ptxas gave up the asynchrony of `wgmma` (C7513 and kin)."""
+    """What ptxas says about one kernel, and what its PTX holds. serialized: ptxas gave up the asynchrony of `wgmma`
+    (C7513 and kin)."""
 
     name: str
     registers: int
@@ -79,11 +82,12 @@ def h100_mesh() -> Mesh:
 
 
 def compile_for_h100(function: Callable[..., Any], *args: Any) -> tuple[Any, list[KernelReport]]:
-    """Compiles `function` for arguments like `args` (arrays or shapes); returns it with a report on each Mosaic kernel in it."""
+    """Compiles `function` for arguments like `args` (arrays or shapes); returns it with a report on each Mosaic kernel
+    in it."""
     mesh = h100_mesh()
     placed = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
-    with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), jax.set_mesh(mesh):
+    with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), _without_cache(), jax.set_mesh(mesh):
         compiled = jax.jit(function).lower(*shapes).compile()
         reports = [_report(ptx) for ptx in sorted(Path(folder).glob("*.ptx"))]
     return compiled, reports
@@ -104,9 +108,24 @@ def _dumping_to(folder: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    """A program from the persistent cache would leave no report, and a client without a device cannot load it."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 def _report(ptx: Path) -> KernelReport:
     text = ptx.read_text()
-    said = "\n".join(path.read_text() for path in ptx.parent.glob(f"{ptx.stem}*") if "ptxas" in path.name or "resources" in path.name)
+    said = "\n".join(
+        path.read_text() for path in ptx.parent.glob(f"{ptx.stem}*") if "ptxas" in path.name or "resources" in path.name
+    )
 
     def number(pattern: str) -> int:
         found = re.search(pattern, said)

@@ -27,8 +27,13 @@ _interpret_wgmma = jaxpr_interpret.JaxprInterpreter._interpret_wgmma_ref_p
 def _with_stores_as_wgmma(self: Any, jaxpr: Any, token: Any, *args: Any) -> Any:
     """The interpreter dispatches on primitives in one place: a store to an accumulator goes through the case of `wgmma`."""
     store = primitives.wgmma_accumulator_store_p
-    eqns = [e.replace(primitive=primitives.wgmma_ref_p, params={"store": True}) if e.primitive is store else e for e in jaxpr.eqns]
-    return _interpret(self, jaxpr.replace(eqns=eqns) if any(e.primitive is store for e in jaxpr.eqns) else jaxpr, token, *args)
+    eqns = [
+        e.replace(primitive=primitives.wgmma_ref_p, params={"store": True}) if e.primitive is store else e
+        for e in jaxpr.eqns
+    ]
+    return _interpret(
+        self, jaxpr.replace(eqns=eqns) if any(e.primitive is store for e in jaxpr.eqns) else jaxpr, token, *args
+    )
 
 
 @gpu_callbacks.fail_on_exception
@@ -41,7 +46,9 @@ def _store(*, token: Any, acc: Any, value: Any, mesh_location: Any, thread: Any,
 
 
 @gpu_callbacks.fail_on_exception
-def _multiply(*, token: Any, acc: Any, a: Any, b: Any, b_transforms: Any, mesh_location: Any, thread: Any, source_info: Any) -> Any:
+def _multiply(
+    *, token: Any, acc: Any, a: Any, b: Any, b_transforms: Any, mesh_location: Any, thread: Any, source_info: Any
+) -> Any:
     memory = gpu_callbacks._get_shared_memory()
     info = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
     acc_key, b_key = (gpu_callbacks.HostAllocationKey.from_array(x) for x in (acc, b))
@@ -66,7 +73,9 @@ def _wgmma(self: Any, eqn: Any, token: Any, get_invals: Any) -> Any:
     assert eqn.params["acc_transforms_tree"] is None
     transforms = jax.tree.unflatten(eqn.params["b_transforms_tree"] or jax.tree.structure([]), leaves)
     b, transforms = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, transforms)
-    return call(functools.partial(_multiply, source_info=eqn.source_info), done, acc=acc, a=a, b=b, b_transforms=transforms), []
+    return call(
+        functools.partial(_multiply, source_info=eqn.source_info), done, acc=acc, a=a, b=b, b_transforms=transforms
+    ), []
 
 
 @contextlib.contextmanager

@@ -15,9 +15,19 @@ from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention import mosaic_gpu
 
 WHY_NOT = aot_nvidia.why_unavailable()
-pytestmark = [pytest.mark.aot, pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}"),
+    pytest.mark.timeout(300),
+]
 
-POOLS = [("bfloat16", "none"), ("int8", "token"), ("int8", "static"), ("float8_e4m3fn", "token"), ("float8_e5m2", "static")]
+POOLS = [
+    ("bfloat16", "none"),
+    ("int8", "token"),
+    ("int8", "static"),
+    ("float8_e4m3fn", "token"),
+    ("float8_e5m2", "static"),
+]
 PAGES = 1000
 
 
@@ -28,7 +38,8 @@ def compiled(head_dim: int, group: int, page_size: int, dtype: str, scales: str,
     shape = jax.ShapeDtypeStruct
     scale_shape = layout.scales_shape(PAGES)
     kv = KVPages(
-        shape(layout.pages_shape(PAGES), jnp.dtype(dtype)), None if scale_shape is None else shape(scale_shape, jnp.float32)
+        shape(layout.pages_shape(PAGES), jnp.dtype(dtype)),
+        None if scale_shape is None else shape(scale_shape, jnp.float32),
     )
     ints = [shape(dims, jnp.int32) for dims in ((), (S, 2048 // page_size), (S + 1,), (S,), ())]
     sinks = shape((H,), jnp.float32) if spec.has_sinks else None
