@@ -25,7 +25,7 @@ LAYERS = 2
 def main() -> None:
     shape = json.loads(sys.argv[1])
     K, D, page, seqs = shape["num_kv_heads"], shape["head_dim"], shape["page"], shape["seqs"]
-    layout = KVLayout(LAYERS, K, D, page, shape["dtype"], "token_major")
+    layout = KVLayout(LAYERS, K, D, page, shape["dtype"], "token_major", shape["scales"] or "none")
     pages_per_seq = shape["context"] // page
     num_pages = seqs * pages_per_seq
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[shape["chip"]])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import kv_orders_tpu
 from pallas_kernels.backends import Backend
 from pallas_kernels.kv_layout import KVLayout, KVPages
-from pallas_kernels.kv_write import cpu_native, reference
+from pallas_kernels.kv_write import cpu_native, mosaic_tpu, reference
 
 
 def write_kv(
@@ -28,4 +30,16 @@ def write_kv(
     """
     if backend == "cpu_native" and layout.scales != "static":
         return cpu_native.write(kv, layer, keys, values, pages, offsets)
+    if backend == "mosaic_tpu":
+        return _write_on_tpu(kv, layer, keys, values, pages, offsets, layout)
     return reference.write(kv, layer, keys, values, pages, offsets, layout=layout)
+
+
+def _write_on_tpu(
+    kv: KVPages, layer: Array, keys: Array, values: Array, pages: Array, offsets: Array, layout: KVLayout
+) -> KVPages:
+    """Rows through the kernel, which takes them as floats; scales, a few numbers a row, through XLA."""
+    keys, values, scales = reference.stored(kv, layer, keys, values, pages, offsets, layout=layout)
+    rows = kv_orders_tpu.join(keys, values).astype(jnp.float32 if layout.dtype == "float32" else jnp.bfloat16)
+    trash_page = kv.pages.shape[1] - 1
+    return KVPages(mosaic_tpu.write_rows(kv.pages, layer, rows, pages, offsets, trash_page=trash_page), scales)

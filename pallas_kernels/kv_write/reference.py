@@ -21,8 +21,23 @@ def write(
     layout: KVLayout,
 ) -> KVPages:
     """Contract: `pallas_kernels.kv_write.api`."""
+    keys, values, scales = stored(kv, layer, keys, values, pages, offsets, layout=layout)
+    return KVPages(_scatter(kv.pages, layer, keys, values, pages, offsets, layout), scales)
+
+
+def stored(
+    kv: KVPages,
+    layer: Int[Array, ""],
+    keys: Float[Array, "T K D"],
+    values: Float[Array, "T K D"],
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    *,
+    layout: KVLayout,
+) -> tuple[Array, Array, Array | None]:
+    """Keys and values as the pool stores them, and the pool's scales with those of the new tokens."""
     if kv.scales is None:
-        return KVPages(_scatter(kv.pages, layer, keys, values, pages, offsets, layout))
+        return keys, values, None
     if layout.scales == "static":
         static = kv.scales[layer]
         key_scales, value_scales = static[0][None, :], static[1][None, :]
@@ -32,7 +47,7 @@ def write(
         scales = _scatter_scales(kv.scales, layer, key_scales, value_scales, pages, offsets, layout)
     keys = quantize(keys, key_scales[..., None], layout.dtype)
     values = quantize(values, value_scales[..., None], layout.dtype)
-    return KVPages(_scatter(kv.pages, layer, keys, values, pages, offsets, layout), scales)
+    return keys, values, scales
 
 
 def _scatter(

@@ -1,7 +1,8 @@
 """What the Hopper decode and prefill kernels share: the static description of a call, page copies, scores and masks.
 
-Vocabulary of both kernels: a *tile* is KEY_TILE keys of one sequence; a *page row* is one [page, D] block of the pool (one page,
-K or V, one head), the unit that one TMA copy moves. The pool is viewed as [L * P * 2 * K, page, D], which is a bitcast.
+Vocabulary of both kernels: a *tile* is KEY_TILE keys of one sequence; a *page row* is one [page, D] block of the pool
+(one page, K or V, one head), the unit that one TMA copy moves. The pool is viewed as [L * P * 2 * K, page, D], which
+is a bitcast.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class CallSpec:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64 columns."""
+    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64
+    columns."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = 64 * itemsize
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
@@ -105,9 +107,9 @@ def copy_tile(
 ) -> None:
     """Starts the copies of one sequence's keys (or values) from key0 on that fill `tile` [keys, D].
 
-    first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the barrier's arrivals is
-    given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's keys and below kv_len.
-    The barrier takes `spec.page_copies(keys)` arrivals, twice as many with token scales.
+    first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the
+    barrier's arrivals is given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's
+    keys and below kv_len. The barrier takes `spec.page_copies(keys)` arrivals, twice as many with token scales.
     """
     keys = tile.shape[0]
     step = min(spec.page_size, keys)

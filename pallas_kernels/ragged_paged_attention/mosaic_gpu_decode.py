@@ -1,18 +1,17 @@
 """Decode attention on Hopper: one query per sequence, split over keys, every SM with the same number of key tiles.
 
-The work is one list of key tiles: all tiles of (sequence 0, KV head 0), then of (sequence 0, KV head 1), and so on. It is cut into
-`num_blocks` pieces of equal size (they differ by one tile at most), so that ragged lengths balance by construction. A block writes
-one partial result for each (sequence, head) that it touches; as the list is in order, block c's part of unit u has slot c + u, unique and
-contiguous over c. `_combine` then merges the slots of each unit.
+The work is one list of key tiles: all tiles of (sequence 0, KV head 0), then of (sequence 0, KV head 1), and so on.
+It is cut into `num_blocks` pieces of equal size (they differ by one tile at most), so that ragged lengths balance by
+construction. A block writes one partial result for each (sequence, head) that it touches; as the list is in order,
+block c's part of unit u has slot c + u, unique and contiguous over c. `combine` then merges the slots of each unit.
 
-The matmuls are transposed, S^T = K Q^T and O^T = V^T P^T, so that keys fill the 64 rows of `wgmma` and the GQA group is its N, which may be
-as small as 8. One warpgroup issues TMA copies, the other computes.
+The matmuls are transposed, S^T = K Q^T and O^T = V^T P^T, so that keys fill the 64 rows of `wgmma` and the GQA group is its N,
+which may be as small as 8. One warpgroup issues TMA copies, the other computes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     KEY_TILE,
-    LOG2E,
     NO_LOGIT,
     CallSpec,
     Ref,
@@ -35,6 +33,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     scaled_dots,
     tiled,
 )
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_decode_combine import combine
 
 WGMMA = plgpu.Layout.WGMMA
 
@@ -87,7 +86,7 @@ def decode(
     queries = q.at[rows].get(mode="fill", fill_value=0).reshape(S, K, G, D)
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, padded_group(spec) - G), (0, 0))).astype(spec.compute_dtype)
     partials = _attend(queries, pages, scales, layer, page_table, work, spec, tuning)
-    out = _combine(*partials, work.unit_slots, sinks, spec)
+    out = combine(*partials, work.unit_slots, sinks, spec)
     return out[..., :G].transpose(0, 1, 3, 2).reshape(S, K * G, D), rows
 
 
@@ -235,7 +234,7 @@ def _attend(
                     plgpu.wgmma(out, keys, q_smem.at[q_slot].transpose((1, 0)))
                     return out[...]
 
-                dots = pl.run_scoped(key_dots, plgpu.ACC((KEY_TILE, N), jnp.float32))
+                dots = pl.run_scoped(key_dots, plgpu.WGMMAAccumulatorRef((KEY_TILE, N), jnp.float32))
                 key_scale = None
                 if dynamic:
                     key_scale = lax.broadcast_in_dim(_load_scales(scale_smem.at[slot, 0]), dots.shape, [0])
@@ -268,7 +267,7 @@ def _attend(
                     plgpu.wgmma(out, values.transpose((1, 0)), p_smem.transpose((1, 0)))
                     return out[...]
 
-                gained = pl.run_scoped(weighted_values, plgpu.ACC((D, N), jnp.float32))
+                gained = pl.run_scoped(weighted_values, plgpu.WGMMAAccumulatorRef((D, N), jnp.float32))
                 plgpu.barrier_arrive(consumed.at[slot])
                 acc = choose(opens, jnp.zeros_like(acc), acc) * lax.broadcast_in_dim(shrink, acc.shape, [1]) + gained
 
@@ -337,7 +336,8 @@ def _zero_tail(values: Ref, valid: Array) -> None:
 
 
 def _convert(stored: Ref, target: Ref, valid: Array) -> None:
-    """An 8-bit tile in the 16-bit type of `target`, rows from `valid` (> 0) on as zeros. The caller commits shared memory."""
+    """An 8-bit tile in the 16-bit type of `target`, rows from `valid` (> 0) on as zeros. The caller commits shared
+    memory."""
     # A real loop, so that each step reuses the registers of the last: its bound is a value that the compiler cannot know.
     parts = jnp.where(valid > 0, stored.shape[1] // 64, 0)
 
@@ -352,73 +352,3 @@ def _convert(stored: Ref, target: Ref, valid: Array) -> None:
 
 def _load_scales(scales: Ref) -> Array:
     return plgpu.load(scales, layout=WGMMA.reduce(1), optimized=False)
-
-
-def _combine(
-    acc: Float[Array, "slots D N"],
-    stats: Float[Array, "slots 2 N"],
-    unit_slots: Int[Array, "units 2"],
-    sinks: Float[Array, " H"] | None,
-    spec: CallSpec,
-) -> Float[Array, "S K D N"]:
-    """Merges the partial results of each unit (a sequence and a KV head)."""
-    (slots, D, N), units = acc.shape, unit_slots.shape[0]
-    unroll = max(1, 4096 // (D * N))
-    inputs = [acc, stats, unit_slots]
-    if sinks is not None:
-        grouped = sinks.astype(jnp.float32).reshape(spec.num_kv_heads, spec.group) * LOG2E
-        inputs.append(jnp.pad(grouped, ((0, 0), (0, N - spec.group))))
-
-    def body(*refs: Ref) -> None:
-        acc_ref, stat_ref, slots_ref, *rest, out_ref = refs
-        unit = lax.axis_index("unit")
-        first, count = slots_ref[unit, 0], slots_ref[unit, 1]
-
-        def load(ref: Ref, layout: Any) -> Array:
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        def masked(i: Array, ref: Ref, layout: Any, absent: float) -> Array:
-            loaded = load(ref, layout)
-            return choose(i >= count, jnp.full_like(loaded, absent), loaded)
-
-        def visit(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            # Several slots at once, so that their loads are in flight together.
-            index = [step * unroll + j for j in range(unroll)]
-            at = [jnp.minimum(first + i, slots - 1) for i in index]
-            tops = [masked(i, stat_ref.at[a, 0], WGMMA.reduce(0), NO_LOGIT) for i, a in zip(index, at, strict=True)]
-            sums = [masked(i, stat_ref.at[a, 1], WGMMA.reduce(0), 0.0) for i, a in zip(index, at, strict=True)]
-            accs = [masked(i, acc_ref.at[a], WGMMA, 0.0) for i, a in zip(index, at, strict=True)]
-            out, top, total = carry
-            for next_acc, next_top, next_sum in zip(accs, tops, sums, strict=True):
-                new_top = jnp.maximum(top, next_top)
-                old, new = jnp.exp2(top - new_top), jnp.exp2(next_top - new_top)
-                total = total * old + next_sum * new
-                out = out * lax.broadcast_in_dim(old, out.shape, [1]) + next_acc * lax.broadcast_in_dim(
-                    new, out.shape, [1]
-                )
-                top = new_top
-            return out, top, total
-
-        if sinks is None:
-            top = plgpu.layout_cast(jnp.full((N,), NO_LOGIT, jnp.float32), WGMMA.reduce(0))
-            total = plgpu.layout_cast(jnp.zeros((N,), jnp.float32), WGMMA.reduce(0))
-        else:
-            top = load(rest[0].at[lax.rem(unit, jnp.int32(spec.num_kv_heads))], WGMMA.reduce(0))
-            total = plgpu.layout_cast(jnp.ones((N,), jnp.float32), WGMMA.reduce(0))
-        out = plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), WGMMA)
-        steps = lax.div(count + unroll - 1, jnp.int32(unroll))
-        out, _, total = lax.fori_loop(0, steps, visit, (out, top, total))
-        inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
-        plgpu.store(out_ref.at[unit], out * lax.broadcast_in_dim(inverse, out.shape, [1]), optimized=False)
-
-    out = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((units, D, N), jnp.float32),
-        grid=(units,),
-        grid_names=("unit",),
-        num_threads=1,
-        thread_name="wg",
-        kernel_name="paged_decode_combine",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(*inputs)
-    return out.reshape(-1, spec.num_kv_heads, D, N)

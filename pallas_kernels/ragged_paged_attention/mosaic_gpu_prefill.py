@@ -1,12 +1,16 @@
-"""Attention of sequences with several queries (prefill chunks, draft verification) on Hopper: warp-specialized, FlashAttention-3's schedule.
+"""Attention of sequences with several queries (prefill chunks, draft verification) on Hopper.
 
-A work item is 128 query rows of one sequence and one KV head: two consumer warpgroups with 64 rows each. A warpgroup's rows are
-`span` consecutive tokens times the `heads` query heads that share the KV head, row = head * span + token, so that K and V are read once
-for all of them. A third warpgroup issues the TMA copies of pages into rings of shared memory; for 8-bit pages a fourth one converts
-them to 16 bits. The grid is persistent: items are sorted by cost and dealt out in a snake.
+It is warp-specialized and follows FlashAttention-3's schedule.
 
-Consumers overlap (Shah et al. 2024): while the softmax of tile j runs, P V of tile j - 1 is in the tensor cores; Q K^T of tile j was issued
-just before it. Tiles that no query of a warpgroup sees are never multiplied, tiles that all see fully are not masked.
+A work item is 128 query rows of one sequence and one KV head: two consumer warpgroups with 64 rows each. A
+warpgroup's rows are `span` consecutive tokens times the `heads` query heads that share the KV head, row = head * span
++ token, so that K and V are read once for all of them. A third warpgroup issues the TMA copies of pages into rings of
+shared memory; for 8-bit pages a fourth one converts them to 16 bits. The grid is persistent: items are sorted by cost
+and dealt out in a snake.
+
+Consumers overlap (Shah et al. 2024): while the softmax of tile j runs, P V of tile j - 1 is in the tensor cores; Q
+K^T of tile j was issued just before it. Tiles that no query of a warpgroup sees are never multiplied, tiles that all
+see fully are not masked.
 """
 
 from __future__ import annotations
@@ -34,95 +38,20 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     scaled_dots,
     tiled,
 )
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import (
+    CONSUMERS,
+    ROWS,
+    PrefillTuning,
+    Shape,
+    staged_columns,
+)
 
-ROWS = 64
-"""Query rows of a consumer warpgroup: the M of `wgmma`."""
-CONSUMERS = 2
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
 ROW_BLOCKS = plgpu.Layout.TILED(
     plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
 )
 """Blocks of 8 x 64 elements spread over a warpgroup, 4 consecutive ones for each thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """num_blocks: blocks of the persistent grid, one for each SM. keys: keys of a tile. stages: tiles of K and of V in flight.
-
-    converted: 16-bit tiles of K and of V that 8-bit pages are converted into.
-    """
-
-    num_blocks: int
-    keys: int
-    stages: int
-    converted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How query heads map to rows. heads: query heads in one tile; splits: tiles that share a KV head; span: tokens in a tile."""
-
-    heads: int
-    splits: int
-    span: int
-
-    @staticmethod
-    def of(spec: CallSpec) -> Shape:
-        """The largest power of two that divides the group, at most 8: TMA fills shared memory in blocks of 8 rows."""
-        heads = next(h for h in (8, 4, 2, 1) if spec.group % h == 0)
-        return Shape(heads, spec.group // heads, ROWS // heads)
-
-
-def staged_columns(spec: CallSpec) -> int:
-    """Columns of the output that one warpgroup stages in shared memory at a time."""
-    return 64 if spec.head_dim == 256 else spec.head_dim
-
-
-def shared_bytes(spec: CallSpec, tuning: PrefillTuning) -> int:
-    """Shared memory of one block's buffers, barriers and reduction scratch excluded."""
-    D = spec.head_dim
-    stored = (
-        2 * tuning.stages * tuning.keys * (D * jnp.dtype(spec.kv_dtype).itemsize + (4 if spec.scales == "token" else 0))
-    )
-    return stored + 2 * tuning.converted * tuning.keys * D * 2 + CONSUMERS * ROWS * (D + staged_columns(spec)) * 2
-
-
-def plan(
-    spec: CallSpec,
-    tuning: PrefillTuning,
-    T: int,
-    cu_q_lens: Int[Array, " S+1"],
-    q_lens: Int[Array, " S"],
-    kv_lens: Int[Array, " S"],
-) -> tuple[Int[Array, "tiles 5"], Int[Array, ""]]:
-    """Cuts the queries of the sequences with q_lens > 0 into tiles, the most expensive first, and counts them.
-
-    A tile is (sequence, row of its first token, that token's position, tokens, kv_len).
-    """
-    S, step = q_lens.shape[0], CONSUMERS * Shape.of(spec).span
-    most = -(-T // step) + min(S, T)
-    tiles_of = -(-q_lens // step)
-    until = jnp.cumsum(tiles_of)
-    index = jnp.arange(most)
-    s = jnp.clip(jnp.searchsorted(until, index, side="right"), 0, S - 1)
-    offset = (index - (until[s] - tiles_of[s])) * step
-    position = kv_lens[s] - q_lens[s] + offset
-    tokens = jnp.clip(q_lens[s] - offset, 0, step)
-    used = index < until[-1]
-    last = position + tokens - 1
-    cost = last // tuning.keys - first_visible_key(spec, position) // tuning.keys + 1
-    order = jnp.argsort(jnp.where(used, -cost, 1), stable=True)
-    tiles = jnp.stack([s, cu_q_lens[s] + offset, position, tokens, kv_lens[s]], axis=1)[order]
-    return tiles.astype(jnp.int32), until[-1].astype(jnp.int32)
-
-
-def tile_steps(spec: CallSpec, keys: int, position: int, tokens: int) -> int:
-    """Key tiles that one warpgroup multiplies for `tokens` queries from `position` on: the kernel's rule, for tests and `inspect`."""
-    if tokens <= 0:
-        return 0
-    first = 0 if spec.sliding_window is None else max(position - spec.sliding_window + 1, 0)
-    return (position + tokens - 1) // keys + 1 - first // keys
 
 
 def prefill(
@@ -140,8 +69,8 @@ def prefill(
 ) -> Float[Array, "T H D"]:
     """Attention of the queries that `tiles` names. q has spec.compute_dtype, and T >= span.
 
-    counts: the number of tiles in use, and the row from which on there is only padding: those rows are zero in the result. The rows of
-    sequences that have no tile are not written.
+    counts: the number of tiles in use, and the row from which on there is only padding: those rows are zero in the
+    result. The rows of sequences that have no tile are not written.
     """
     columns = jnp.arange(tuning.keys, dtype=jnp.int32)
     inputs = [q, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, tiles, counts, columns]
@@ -189,7 +118,8 @@ def prefill(
 
 @dataclass(frozen=True)
 class _Item:
-    """One work item, all scalars of the running kernel. `tiles` = [low, high) are the key tiles that its queries see together."""
+    """One work item, all scalars of the running kernel. `tiles` = [low, high) are the key tiles that its queries see
+    together."""
 
     sequence: Array
     row: Array
@@ -204,7 +134,8 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Ring:
-    """One ring of tiles: tile number t lies in slot t % slots. Its barriers are full[first + slot] and free[first + slot]."""
+    """One ring of tiles: tile number t lies in slot t % slots. Its barriers are full[first + slot] and free[first +
+    slot]."""
 
     tiles: Ref
     full: Ref
@@ -254,7 +185,8 @@ class _Kernel:
         return tuple(_Ring(s[f"{n}_converted"], s["ready"], s["done"], slots, i * slots) for i, n in enumerate("kv"))  # type: ignore[return-value]
 
     def tail_clean(self, item: _Item, s: dict[str, Ref]) -> Ref:
-        """The barrier of `clean_tail`. Its index is constant, but not to the compiler, which would otherwise spill its address."""
+        """The barrier of `clean_tail`. Its index is constant, but not to the compiler, which would otherwise spill its
+        address."""
         return s["free"].at[2 * self.tuning.stages + jnp.where(item.tokens > 0, 0, 1)]
 
     def body(self, *refs: Ref, **scratch: Ref) -> None:
@@ -317,7 +249,8 @@ class _Kernel:
     def rows_of(self, item: _Item, wg: Any) -> tuple[Array, Array, Array, Array]:
         """(first row, position of its token, first valid token, valid tokens) of one warpgroup's rows.
 
-        The rows are moved back where they would pass the end of q; tokens before the first valid one are then not its own.
+        The rows are moved back where they would pass the end of q; tokens before the first valid one are then not its
+        own.
         """
         span = self.shape.span
         wanted = item.row + wg * span
@@ -390,7 +323,8 @@ class _Kernel:
             plgpu.barrier_arrive(s["queries"].at[wg])
 
     def convert(self, tiles: Ref, num_tiles: Ref, s: dict[str, Ref]) -> None:
-        """Turns stored 8-bit tiles into 16-bit ones, with token scales applied and rows beyond the sequence's end as zeros."""
+        """Turns stored 8-bit tiles into 16-bit ones, with token scales applied and rows beyond the sequence's end as
+        zeros."""
         spec, keys = self.spec, self.tuning.keys
         layout = plgpu.Layout.SMEM_GMEM_COPY((64, 64), spec.compute_dtype, 128)
 
@@ -503,7 +437,7 @@ class _Kernel:
 
             # Two accumulators at head_dim 256: with four warpgroups one `wgmma` may not name more than 128 registers.
             part = min(spec.head_dim, 128)
-            accumulators = [plgpu.ACC((ROWS, part), jnp.float32)] * (spec.head_dim // part)
+            accumulators = [plgpu.WGMMAAccumulatorRef((ROWS, part), jnp.float32)] * (spec.head_dim // part)
 
             def add_values(acc_refs: Sequence[Ref], weights: Array, values: Ref) -> None:
                 for i, ref in enumerate(acc_refs):
@@ -522,7 +456,7 @@ class _Kernel:
                     start_keys(dots_ref, low)
                     return dots_ref[...]
 
-                dots = pl.run_scoped(first, plgpu.ACC((ROWS, N), jnp.float32))
+                dots = pl.run_scoped(first, plgpu.WGMMAAccumulatorRef((ROWS, N), jnp.float32))
                 key_ring.release(number + low)
                 top, total, weights, _ = softmax(dots, low, top, total, masked=True)
                 weights = weights.astype(spec.compute_dtype)
@@ -548,7 +482,7 @@ class _Kernel:
                         gained = [part * lax.broadcast_in_dim(shrink, part.shape, [0]) for part in gained]
                         return gained, new_top, new_total, new_weights.astype(spec.compute_dtype)
 
-                    return pl.run_scoped(overlapped, plgpu.ACC((ROWS, N), jnp.float32), *accumulators)  # type: ignore[no-any-return]
+                    return pl.run_scoped(overlapped, plgpu.WGMMAAccumulatorRef((ROWS, N), jnp.float32), *accumulators)  # type: ignore[no-any-return]
 
                 carry = (acc, top, total, weights)
                 # Tiles [begin, end) are seen by every query of the warpgroup.
@@ -599,8 +533,8 @@ class _Kernel:
     def clean_tail(self, values: Ref, item: _Item, cleans: Array, high: Array, clean: Ref) -> None:
         """Zeroes the values beyond the sequence's end in the item's last tile: they may be NaN, and 0 * NaN is NaN.
 
-        One warpgroup does it. The other arrived at the barrier when it began the item, and waits for it before it reads that tile, or at
-        the item's end if it does not read it: either way both wait once.
+        One warpgroup does it. The other arrived at the barrier when it began the item, and waits for it before it
+        reads that tile, or at the item's end if it does not read it: either way both wait once.
         """
         tail = self.has_tail(item)
 

@@ -56,7 +56,8 @@ def _multiply(
     right, *_ = memory.get_buffer_content(b_key, memory.access(b_key, transforms), thread, logging_info=info)
     whole = memory.access(acc_key, ())
     total, *_ = memory.get_buffer_content(acc_key, whole, thread, logging_info=info)
-    total = total + np.asarray(a).astype(np.float32) @ np.asarray(right).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # poisoned pages hold NaN: whether it reaches a result is what is tested
+        total = total + np.asarray(a).astype(np.float32) @ np.asarray(right).astype(np.float32)
     memory.store_buffer_content(acc_key, whole, total, thread, logging_info=info)
     return token
 

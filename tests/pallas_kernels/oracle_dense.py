@@ -15,7 +15,8 @@ QUANT_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one call as NumPy arrays (see the entry point for shapes). stored: what the pool's bytes decode to, float64."""
+    """Inputs of one call as NumPy arrays (see the entry point for shapes). stored: what the pool's bytes decode to,
+    float64."""
 
     q: np.ndarray
     pages: np.ndarray
@@ -47,7 +48,8 @@ def random_batch(
     padding_rows: int = 3,
     padding_seqs: int = 2,
 ) -> Batch:
-    """A batch of (q_len, kv_len) sequences in shuffled pages; every byte that must not be read is NaN (int8: the NaN is in the scale)."""
+    """A batch of (q_len, kv_len) sequences in shuffled pages; every byte that must not be read is NaN (int8: the NaN
+    is in the scale)."""
     rng = np.random.default_rng(seed)
     K, D, L = num_kv_heads, head_dim, num_layers
     counts = [-(-kv // page_size) for _, kv in lens]

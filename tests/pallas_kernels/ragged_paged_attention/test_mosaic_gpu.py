@@ -12,7 +12,12 @@ from oracle_dense import Batch, attend, random_batch, relative_error
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prefill
 
-pytestmark = [pytest.mark.interpret, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.timeout(300),
+    # Rows that nobody reads may hold NaN.
+    pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning"),
+]
 
 BOUND = 1e-2
 """Of 16-bit arithmetic: probabilities and outputs have 8 bits at least. Pools are exact: the oracle reads what is stored."""
@@ -107,11 +112,11 @@ def test_few_rows() -> None:
 
 
 def test_a_planted_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_gpu_decode, "first_visible_key", lambda _, position: jnp.zeros_like(position))
-    monkeypatch.setattr(mosaic_gpu_decode, "KEY_TILE", 64)
+    """The first tile of a window is skipped one tile too late: the kernel then reads keys of the wrong positions."""
+    monkeypatch.setattr(mosaic_gpu_decode, "first_visible_key", lambda _spec, position: jnp.maximum(position - 63, 0))
     batch = random_batch(10, [(1, 200)], num_kv_heads=1)
     expected = attend(batch, scale=64**-0.5, sliding_window=100)
-    assert relative_error(run(batch, decode_only=True)[:1], expected[:1]) > BOUND
+    assert relative_error(run(batch, decode_only=True, sliding_window=100)[:1], expected[:1]) > BOUND
 
 
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

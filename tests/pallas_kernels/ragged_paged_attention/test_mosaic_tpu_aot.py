@@ -64,7 +64,9 @@ def _cases() -> list[Case]:
 @pytest.mark.parametrize("case", _cases(), ids=str)
 def test_compiles_and_reads_the_pool_in_place(case: Case) -> None:
     mesh = mesh_of(case.chip, case.devices)
-    layout = KVLayout(LAYERS, case.K // case.devices, case.D, case.page, case.dtype, "token_major")
+    layout = KVLayout(
+        LAYERS, case.K // case.devices, case.D, case.page, case.dtype, "token_major", case.scales or "none"
+    )
     num_pages = SEQS * CONTEXT // case.page
     heads = P(None, "tensor")
     H = case.K * case.G
