@@ -67,13 +67,14 @@ def decode_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> decode_kernel.Deco
 def prefill_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> prefill_plan.PrefillTuning:
     """128 keys where shared memory and registers allow, else 64; one block on an SM.
 
-    128 keys halve the part of Q K^T that re-reads the queries from shared memory.
+    128 keys halve the part of Q K^T that re-reads the queries from shared memory. Stages are powers of two: other
+    remainders cost the consumers registers that they do not have.
     """
     D = spec.head_dim
     if spec.quantized:
-        keys, stages, converted = {64: (128, 3, 2), 128: (64, 3, 2), 256: (64, 2, 1)}[D]
+        keys, stages, converted = {64: (128, 4, 2), 128: (64, 4, 2), 256: (64, 2, 1)}[D]
         return prefill_plan.PrefillTuning(num_sms, keys, stages, converted)
-    keys, stages = {64: (128, 3), 128: (128, 2), 256: (64, 2)}[D]
+    keys, stages = {64: (128, 4), 128: (128, 2), 256: (64, 2)}[D]
     return prefill_plan.PrefillTuning(num_sms, keys, stages)
 
 

@@ -196,6 +196,8 @@ class _Kernel:
         wg = lax.axis_index("wg")
         quantized = self.spec.quantized
         consumers, converter, producer = (200, 72, 40) if quantized else (240, 0, 24)
+        if not quantized and self.spec.head_dim == 64:
+            consumers, producer = 216, 72
 
         def consume() -> None:
             plgpu.set_max_registers(consumers, action="increase")
@@ -380,7 +382,6 @@ class _Kernel:
         """Attention of one warpgroup's 64 rows, item after item."""
         spec, shape, N = self.spec, self.shape, self.tuning.keys
         key_ring, value_ring = self.converted(s) if spec.quantized else self.stored(s)
-        self.zero_padding(out_ref, s["out_smem"].at[wg], num_tiles[1], wg)
 
         def visit(index: Array, before: Array, item: _Item) -> None:
             _, position, _, tokens = self.rows_of(item, wg)
@@ -521,6 +522,7 @@ class _Kernel:
                 pl.when(self.has_tail(item) & waits)(lambda: plgpu.barrier_wait(self.tail_clean(item, s)))
 
         self.for_items(tiles, num_tiles, visit)
+        self.zero_padding(out_ref, s["out_smem"].at[wg], num_tiles[1], wg)
 
     def has_tail(self, item: _Item) -> Array:
         """Whether the item's last tile holds keys beyond the sequence's end."""
@@ -581,6 +583,7 @@ class _Kernel:
                     for d in range(0, self.spec.head_dim, columns):
                         target = out_ref.at[start + i * step, pl.ds(head, together), pl.ds(d, columns)]
                         plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, together)], target)
+            plgpu.wait_smem_to_gmem(0)
 
     def write(self, out: list[Array], out_ref: Ref, staged: Ref, item: _Item, wg: Array) -> None:
         """Stores a warpgroup's rows: whole blocks of `span` tokens, or token by token where some belong to others."""
