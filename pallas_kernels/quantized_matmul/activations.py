@@ -27,3 +27,9 @@ def quantize_rows(x: Float[Array, "T in"], kind: Kind) -> tuple[Array, Float[Arr
     # e4m3 has no infinity: one rounding error above the largest value must not become NaN.
     steps = jnp.round(steps) if kind == "int8" else jnp.clip(steps, -largest, largest)
     return steps.astype(DTYPES[kind]), top / largest
+
+
+def even_then_odd(x: Float[Array, "T in"], group: int) -> Float[Array, "T in"]:
+    """The inputs of each int4 group in the order in which unpacked bytes give them: first all low halves, then all high ones."""
+    T, width = x.shape
+    return x.reshape(T, width // group, group // 2, 2).swapaxes(2, 3).reshape(T, width)

@@ -5,7 +5,7 @@
     fp8_e4m3  e4m3, one scale per row, made here  e4m3 x e4m3  float32
     int4      bfloat16                            bfloat16     float32
 
-Rows do not see each other: a row's result is the same alone and in a batch on the int8 path, bit for bit.
+Rows do not see each other, and int8 sums are exact: a row's int8 result is the same alone and in any batch, bit for bit.
 
 Under `shard_map`: with weights sharded over `out`, results are sharded likewise. Sharded over `in`, each device quantizes its
 part of the rows by itself and returns a part of the sum; ask for float32 and add the parts with `psum`.
@@ -13,16 +13,17 @@ part of the rows by itself and returns a part of the sum; ask for float32 and ad
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantized_matmul import reference
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight, check_group, check_kind
+from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.quantized_matmul.tuning import blocks_for, current_device_kind, tiles_for
+from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
 
-Backend = Literal["reference"]
+Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MAX_INT8_INPUTS = (2**31 - 1) // 127**2
 """More inputs could overflow the int32 sum of int8 products."""
@@ -44,6 +45,10 @@ def check_supported(backend: str, kind: str, *, out_features: int, in_features: 
         )
     if kind == "int4":
         check_group(in_features, group)
+    if backend == "mosaic_tpu":
+        mosaic_tpu.check_supported(cast(Kind, kind), out_features, in_features)
+    if backend == "mosaic_gpu":
+        mosaic_gpu.check_supported(cast(Kind, kind), out_features, in_features)
 
 
 def quantized_matmul(
@@ -61,8 +66,8 @@ def quantized_matmul(
 
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
     """
-    weight = _one_layer(weight, layer)
-    out_features, in_features = weight.shape
+    _check_stacked(weight, layer)
+    *_, out_features, in_features = weight.shape
     if x.ndim != 2 or x.shape[1] != in_features:
         raise ValueError(
             f"activations of shape {x.shape} do not fit a weight of {in_features} inputs: they must be [T, in]"
@@ -70,19 +75,27 @@ def quantized_matmul(
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
-    return reference.matmul(x, weight, jnp.dtype(out_dtype or x.dtype))
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if backend == "reference":
+        return reference.matmul(x, weight if layer is None else _slice(weight, layer), dtype)
+    if layer is None:
+        weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
+    device = current_device_kind()
+    if backend == "mosaic_tpu":
+        return mosaic_tpu.matmul(x, weight, layer, dtype, blocks=blocks_for(device, weight.kind))
+    return mosaic_gpu.matmul(x, weight, layer, dtype, tiles=tiles_for(device, weight.kind, x.shape[0]))
 
 
-def _one_layer(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> QuantizedWeight:
-    stacked = len(weight.shape) - 2
-    if stacked != (layer is not None):
+def _check_stacked(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> None:
+    if len(weight.shape) - 2 != (layer is not None):
         raise ValueError(
             f"a weight of shape {weight.shape} must be [out, in] without `layer`, or [L, out, in] with `layer` "
             f"({'given' if layer is not None else 'not given'} here)"
         )
-    if layer is None:
-        return weight
+
+
+def _slice(stack: QuantizedWeight, layer: Int[Array, ""]) -> QuantizedWeight:
     sliced: QuantizedWeight = jax.tree.map(
-        lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), weight
+        lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack
     )
     return sliced

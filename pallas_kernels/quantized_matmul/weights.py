@@ -1,14 +1,14 @@
 """Weights in 8 or 4 bits: the pytree that holds them, the quantizer that makes them on the host, and their inverse.
 
-A weight is [..., out, in], contracted on its last axis; leading axes are stacked layers. One row is one output channel, and every
-array of the pytree has a row per output channel, so that indexing all of them alike picks layers or channels.
+A weight is [..., out, in], contracted on its last axis; leading axes are stacked layers.
 
-    kind      values                          scales                       zero_points                w =
-    int8      int8 [..., out, in]             float32 [..., out]           None                       value * scale
-    fp8_e4m3  float8_e4m3fn [..., out, in]    float32 [..., out]           None                       value * scale
-    int4      uint8 [..., out, in/2]          float32 [..., out, in/group] uint8, shape of the scales (value - zero) * scale
+    kind      values                         scales                        zero_points                w =
+    int8      int8 [..., out, in]            float32 [..., out]            None                       value * scale
+    fp8_e4m3  float8_e4m3fn [..., out, in]   float32 [..., out]            None                       value * scale
+    int4      uint8 [..., out, in/2]         float32 [..., in/group, out]  uint8, shape of the scales (value - zero) * scale
 
-Byte j of an int4 row holds inputs 2j (low four bits) and 2j + 1 (high four bits), both of group 2j // group.
+Byte j of an int4 row holds inputs 2j (low four bits) and 2j + 1 (high four bits), both of group 2j // group. Its scales and zero
+points have `out` last, as AWQ stores them: with `in/group` last, a TPU would pad each short row of them to 128 lanes.
 
 Sharding over `out` cuts all arrays on that axis. Sharding over `in` cuts the values, and of int4 the scales and zero points too (a
 shard is a whole number of groups); the scales of int8 and fp8_e4m3 belong to whole rows and are replicated. `partition_specs`
@@ -57,7 +57,7 @@ class QuantizedWeight:
     @property
     def group(self) -> int:
         """Inputs that share a scale: all of them, but for int4."""
-        return self.shape[-1] // self.scales.shape[-1] if self.kind == "int4" else self.shape[-1]
+        return self.shape[-1] // self.scales.shape[-2] if self.kind == "int4" else self.shape[-1]
 
     @property
     def nbytes(self) -> int:
@@ -81,28 +81,25 @@ def quantize(weight: np.ndarray[Any, Any], kind: Kind, *, group: int = 128) -> Q
     *lead, width = weight.shape
     if kind == "int4":
         check_group(width, group)
-    rows = weight.reshape(-1, width)
-    values, scales, zero_points = _allocate(len(rows), width, kind, group)
+    values, scales, zero_points = _allocate(lead, width, kind, group)
     step = max(1, _FLOAT32_BLOCK // max(width, 1))
-    for start in range(0, len(rows), step):
-        block = slice(start, start + step)
-        wide = rows[block].astype(np.float32)
-        if not np.isfinite(wide).all():
-            row = start + int(np.argmin(np.isfinite(wide).all(axis=1)))
-            raise ValueError(
-                f"row {row} of a weight of shape {weight.shape} holds NaN or infinity: it cannot be quantized"
-            )
-        if zero_points is None:
-            values[block], scales[block] = _quantize_rows(wide, kind)
-        else:
-            values[block], scales[block], zero_points[block] = _quantize_groups(wide, group)
-
-    def shaped(array: np.ndarray[Any, Any]) -> jax.Array:
-        return cast(jax.Array, array.reshape(*lead, *array.shape[1:]))
-
-    return QuantizedWeight(
-        shaped(values), shaped(scales), None if zero_points is None else shaped(zero_points), kind=kind
-    )
+    for index in np.ndindex(*lead[:-1]):
+        for start in range(0, lead[-1], step):
+            rows = slice(start, start + step)
+            wide = weight[index][rows].astype(np.float32)
+            if not np.isfinite(wide).all():
+                row = start + int(np.argmin(np.isfinite(wide).all(axis=1)))
+                raise ValueError(
+                    f"row {', '.join(map(str, (*index, row)))} of a weight of shape {weight.shape} holds NaN or infinity: "
+                    "it cannot be quantized"
+                )
+            if zero_points is None:
+                values[index][rows], scales[index][rows] = _quantize_rows(wide, kind)
+            else:
+                values[index][rows], group_scales, group_zeros = _quantize_groups(wide, group)
+                scales[index][:, rows], zero_points[index][:, rows] = group_scales.T, group_zeros.T
+    arrays = cast(tuple[jax.Array, jax.Array, jax.Array | None], (values, scales, zero_points))
+    return QuantizedWeight(*arrays, kind=kind)
 
 
 def dequantize(weight: QuantizedWeight, dtype: Any = jnp.float32) -> Float[Array, "*lead in"]:
@@ -110,16 +107,31 @@ def dequantize(weight: QuantizedWeight, dtype: Any = jnp.float32) -> Float[Array
     if weight.kind != "int4":
         return (weight.values.astype(jnp.float32) * weight.scales[..., None]).astype(dtype)
     assert weight.zero_points is not None
-    grouped = unpack_int4(weight.values).reshape(*weight.scales.shape, weight.group).astype(jnp.int32)
-    steps = grouped - weight.zero_points[..., None].astype(jnp.int32)
-    wide = steps.astype(jnp.float32) * weight.scales[..., None]
-    return wide.reshape(weight.shape).astype(dtype)
+    shape = weight.shape
+    grouped = unpack_int4(weight.values).reshape(*shape[:-1], -1, weight.group)
+    return _restore(grouped, weight.scales.mT, weight.zero_points.mT).reshape(shape).astype(dtype)
 
 
 def lookup(table: QuantizedWeight, rows: Int[Array, " T"], dtype: Any) -> Float[Array, "T in"]:
     """Rows of a table [out, in], dequantized: the embedding of tokens when it is tied to a quantized output matrix."""
-    picked = jax.tree.map(lambda array: array.at[rows].get(mode="promise_in_bounds"), table)
-    return dequantize(picked, dtype)
+
+    def pick(array: Array) -> Array:
+        return array.at[rows].get(mode="promise_in_bounds")
+
+    if table.kind != "int4":
+        return dequantize(QuantizedWeight(pick(table.values), pick(table.scales), kind=table.kind), dtype)
+    assert table.zero_points is not None
+    grouped = unpack_int4(pick(table.values)).reshape(len(rows), -1, table.group)
+    return _restore(grouped, pick(table.scales.T), pick(table.zero_points.T)).reshape(len(rows), -1).astype(dtype)
+
+
+def _restore(
+    grouped: Int[Array, "*lead groups group"],
+    scales: Float[Array, "*lead groups"],
+    zero_points: Int[Array, "*lead groups"],
+) -> Float[Array, "*lead groups group"]:
+    steps = grouped.astype(jnp.int32) - zero_points[..., None].astype(jnp.int32)
+    return steps.astype(jnp.float32) * scales[..., None]
 
 
 def unpack_int4(values: Int[Array, "*lead bytes"]) -> Int[Array, "*lead in"]:
@@ -130,10 +142,12 @@ def unpack_int4(values: Int[Array, "*lead bytes"]) -> Int[Array, "*lead in"]:
 
 def partition_specs(kind: Kind, *axes: str | None) -> QuantizedWeight:
     """The PartitionSpec of each array, in the pytree's shape, for a weight whose axes (..., out, in) are sharded over `axes`."""
-    values, rows = PartitionSpec(*axes), PartitionSpec(*axes[:-1])
+    *lead, out_axis, in_axis = axes
+    values = PartitionSpec(*axes)
     if kind == "int4":
-        return QuantizedWeight(cast(Any, values), cast(Any, values), cast(Any, values), kind=kind)
-    return QuantizedWeight(cast(Any, values), cast(Any, rows), kind=kind)
+        grouped = PartitionSpec(*lead, in_axis, out_axis)
+        return QuantizedWeight(cast(Any, values), cast(Any, grouped), cast(Any, grouped), kind=kind)
+    return QuantizedWeight(cast(Any, values), cast(Any, PartitionSpec(*lead, out_axis)), kind=kind)
 
 
 def check_kind(kind: str) -> None:
@@ -150,13 +164,13 @@ def check_group(width: int, group: int) -> None:
 
 
 def _allocate(
-    rows: int, width: int, kind: Kind, group: int
+    lead: list[int], width: int, kind: Kind, group: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     if kind == "int4":
-        grouped = (rows, width // group)
-        return np.empty((rows, width // 2), np.uint8), np.empty(grouped, np.float32), np.empty(grouped, np.uint8)
+        grouped = (*lead[:-1], width // group, lead[-1])
+        return np.empty((*lead, width // 2), np.uint8), np.empty(grouped, np.float32), np.empty(grouped, np.uint8)
     stored = np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn
-    return np.empty((rows, width), stored), np.empty(rows, np.float32), None
+    return np.empty((*lead, width), stored), np.empty(lead, np.float32), None
 
 
 def _quantize_rows(wide: np.ndarray[Any, Any], kind: Kind) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -128,15 +128,17 @@ def test_partition_specs_follow_the_arrays() -> None:
     assert partition_specs("fp8_e4m3", None, None, "tensor") == QuantizedWeight(
         P(None, None, "tensor"), P(None, None), kind="fp8_e4m3"
     )
-    spec = P(None, "tensor")
-    assert partition_specs("int4", None, "tensor") == QuantizedWeight(spec, spec, spec, kind="int4")
+    grouped = P(None, "tensor", None)
+    assert partition_specs("int4", None, None, "tensor") == QuantizedWeight(
+        P(None, None, "tensor"), grouped, grouped, kind="int4"
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_not_finite(bad: float) -> None:
     weight = normal(2, 4, 128)
     weight[1, 2, 3] = bad
-    with pytest.raises(ValueError, match=r"row 6 of a weight of shape \(2, 4, 128\) holds NaN or infinity"):
+    with pytest.raises(ValueError, match=r"row 1, 2 of a weight of shape \(2, 4, 128\) holds NaN or infinity"):
         quantize(weight, "int8")
 
 
