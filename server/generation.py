@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from jaxkv.core.errors import RequestError
 from jaxkv.core.outputs import RequestDelta
 from jaxkv.core.sampling_params import SamplingParams
 from server.metrics import Metrics
@@ -24,22 +25,23 @@ class Generation:
     An async context manager: leaving it, for whatever reason, aborts within one step what still runs.
     """
 
-    def __init__(self, engine: AsyncEngine, requests: Sequence[Request], metrics: Metrics) -> None:
+    def __init__(self, engine: AsyncEngine, requests: Sequence[Request]) -> None:
         self.requests = requests
         self._engine = engine
         self._streams: list[AsyncIterator[RequestDelta]] = []
         self._merged: asyncio.Queue[tuple[int, RequestDelta | Exception | None]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished = len(requests)
-        self._metrics = [RequestMetrics(metrics, request.params.n) for request in requests]
+        self._metrics: list[RequestMetrics] = []
 
     @classmethod
     async def submit(cls, engine: AsyncEngine, requests: Sequence[Request], metrics: Metrics) -> Self:
         """Queues all requests, or none: QueueFullError and EngineStoppedError come from here."""
-        generation = cls(engine, requests, metrics)
+        generation = cls(engine, requests)
         try:
             for request in requests:
                 generation._streams.append(engine.submit(request))
+                generation._metrics.append(RequestMetrics(metrics, request.params.n))
         except BaseException:
             await generation.close()
             raise
@@ -93,11 +95,15 @@ class Generation:
         for task in self._tasks:
             with suppress(asyncio.CancelledError):
                 await task
-        for request, metrics in zip(self.requests, self._metrics, strict=True):
+        for request, metrics in zip(self.requests, self._metrics, strict=False):  # those that were submitted
             if metrics.close():
                 self._engine.abort(request.request_id)
         self._tasks = []
         self._streams = []
+
+
+MAX_CHOICES = 2048
+"""Most choices of one HTTP request, over all of its prompts."""
 
 
 async def open_generation(
@@ -111,6 +117,12 @@ async def open_generation(
     add_special_tokens: bool,
 ) -> Generation:
     """Checks and tokenizes every prompt, then queues them. Raises RequestError, QueueFullError, EngineStoppedError."""
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with n {params.n} are {len(prompts) * params.n} choices, at most {MAX_CHOICES} are "
+            "allowed in one request",
+            param="n",
+        )
     requests = [
         await engine.prepare(
             prompt, params, priority=priority, cache_salt=cache_salt, add_special_tokens=add_special_tokens

@@ -66,6 +66,7 @@ class _Server(uvicorn.Server):
         self._async_engine: AsyncEngine | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._draining = False
+        self._url = ""
         super().__init__(
             uvicorn.Config(
                 create_app(self._state),
@@ -90,7 +91,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         host, port = self._address[:2]
-        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        logger.info("listening on %s; requests get 503 until the model is loaded", self._url)
         self.loader.start()
 
     @override
@@ -106,7 +108,10 @@ class _Server(uvicorn.Server):
         self._drain_task = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        logger.info("draining: running requests have up to %g s to finish", self._settings.shutdown_timeout)
+        logger.info(
+            "draining: running requests have up to %g s to finish; a second signal stops at once",
+            self._settings.shutdown_timeout,
+        )
         self._state.drain()
         if self._async_engine is not None:
             await self._async_engine.drain(self._settings.shutdown_timeout)
@@ -132,7 +137,7 @@ class _Server(uvicorn.Server):
         self._async_engine = loaded.engine
         self._state.use(loaded.engine)
         if not self._draining:
-            logger.info("ready: serving %s", loaded.engine.engine.model_name)
+            logger.info("ready: serving %s on %s", loaded.engine.engine.model_name, self._url)
 
     def _fail(self, error: BaseException | None) -> None:
         if isinstance(error, JaxkvError):

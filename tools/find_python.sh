@@ -32,6 +32,7 @@ done
 if command -v uv >/dev/null 2>&1; then
     try "$(uv python find "$wanted" 2>/dev/null || true)"
 fi
-echo "jaxkv needs Python $wanted ($mode), and none was found on PATH, through pyenv or through uv." \
+[ "$mode" = exact ] && which=$wanted || which="$wanted or newer"
+echo "jaxkv needs Python $which, and none was found on PATH, through pyenv or through uv." \
     "Install one, for example with 'pyenv install $wanted' or 'uv python install $wanted', and run make again." >&2
 exit 1

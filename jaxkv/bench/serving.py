@@ -88,6 +88,8 @@ async def _run(benchmark: Benchmark) -> tuple[dict[str, Any], list[Outcome]]:
 async def served_model(client: HttpClient) -> str:
     """The first model of /v1/models. Raises BenchmarkError."""
     answer = await client.get("/v1/models")
+    if answer.status in (401, 403):
+        raise BenchmarkError(f"GET /v1/models answers HTTP {answer.status}: give the server's key with --api-key")
     if answer.status != 200:
         raise BenchmarkError(f"GET /v1/models answers HTTP {answer.status}: name the model with --model")
     models = answer.json().get("data") or []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
@@ -55,7 +56,15 @@ def device_memory(device: jax.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * CPU_SHARE)
+    return int(_ram() * CPU_SHARE)
+
+
+def _ram() -> int:
+    """Bytes of RAM that this process may use: the machine's, or its container's limit (cgroup v2) if that is less."""
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else ""
+    return min(ram, int(text)) if text.isdecimal() else ram
 
 
 def plan_pool(
@@ -73,7 +82,7 @@ def plan_pool(
     """Chooses the number of blocks. Raises ConfigError when not even one request of max_model_len fits.
 
     shards: devices over which KV heads are split; all byte counts are per device.
-    A pool never grows past what max_num_seqs requests of max_model_len can hold.
+    Unless its bytes are stated, a pool takes no more than twice what max_num_seqs requests of max_model_len hold.
     """
     page_bytes = layout.bytes_per_page // shards
     usable = kv_cache_memory_bytes
@@ -81,7 +90,9 @@ def plan_pool(
         usable = int(device_bytes * memory_utilization) - weight_bytes - workspace_bytes
     blocks_per_request = -(-max_model_len // layout.page_size)
     # One page more than the ledger's blocks: the trash page.
-    num_blocks = min(max(usable, 0) // page_bytes - 1, blocks_per_request * max_num_seqs)
+    num_blocks = max(usable, 0) // page_bytes - 1
+    if kv_cache_memory_bytes is None:
+        num_blocks = min(num_blocks, 2 * blocks_per_request * max_num_seqs)
     if num_blocks < blocks_per_request:
         _refuse(
             page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, kv_cache_memory_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -12,20 +14,24 @@ KVPool = tuple[KVPages, ...]
 """One entry per layer group: layers that share page tables and a window. Donated to every step."""
 
 
-def page_spec(layout: KVLayout) -> PartitionSpec:
-    """How `KVPages.pages` lies on the mesh: KV heads over the `tensor` axis."""
-    return PartitionSpec(*(("tensor" if axis == layout.kv_head_axis else None) for axis in range(6)))
+def pool_specs(layout: KVLayout) -> Any:
+    """How one layer group lies on the mesh, KV heads over the `tensor` axis: KVPages of PartitionSpecs."""
+    scales = None if layout.scales == "none" else PartitionSpec(*[None] * layout.scales_head_axis, "tensor")
+    pages: Any = PartitionSpec(*[None] * layout.pages_head_axis, "tensor")
+    return KVPages(pages, scales)  # type: ignore[arg-type]
 
 
-def pool_shardings(mesh: Mesh, layout: KVLayout) -> KVPool:
+def pool_shardings(mesh: Mesh, layout: KVLayout) -> Any:
     """A pool-shaped tree of shardings."""
-    return (KVPages(pages=NamedSharding(mesh, page_spec(layout))),)  # type: ignore[arg-type]
+    return (jax.tree.map(lambda spec: NamedSharding(mesh, spec), pool_specs(layout)),)
 
 
 def create_pool(mesh: Mesh, layout: KVLayout, num_blocks: int) -> KVPool:
     """A zeroed pool of num_blocks pages and one more, the trash page, which takes the writes of padding and is never read."""
-    shape = layout.pages_shape(num_blocks + 1)
-    shardings = pool_shardings(mesh, layout)
-    make = jax.jit(lambda: (KVPages(pages=jnp.zeros(shape, layout.dtype)),), out_shardings=shardings)
-    pool: KVPool = make()
+    pages, scales = layout.pages_shape(num_blocks + 1), layout.scales_shape(num_blocks + 1)
+
+    def empty() -> KVPool:
+        return (KVPages(jnp.zeros(pages, layout.dtype), None if scales is None else jnp.ones(scales, jnp.float32)),)
+
+    pool: KVPool = jax.jit(empty, out_shardings=pool_shardings(mesh, layout))()
     return pool

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+import jaxkv
 from jaxkv.cli.bench import bench_serve
 from jaxkv.cli.generate import generate
 from jaxkv.cli.models import models
@@ -20,12 +22,12 @@ INTERRUPTED = 130
 app = typer.Typer(
     name="jaxkv",
     help="Serve large language models from a paged KV cache.",
-    no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # the framed help cuts long flag names off
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure a server.", no_args_is_help=True)
+bench = typer.Typer(help="Measure a server.", rich_markup_mode=None)
 bench.command("serve")(bench_serve)
 app.command()(serve)
 app.command()(generate)
@@ -33,13 +35,24 @@ app.command()(models)
 app.add_typer(bench, name="bench")
 
 
+@app.callback()
+def about(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Serve large language models from a paged KV cache."""
+    if version:
+        print(f"jaxkv {jaxkv.__version__}")
+        raise typer.Exit
+
+
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line (without the program's name). Returns the exit code: 0, 1 failed, 2 misused."""
+    if not arguments:
+        app(["--help"], prog_name="jaxkv", standalone_mode=False)
+        return MISUSED
     try:
         code = app(list(arguments), prog_name="jaxkv", standalone_mode=False)
     except typer.TyperException as error:
-        if not error.format_message():
-            return MISUSED  # Help was shown, because there were no arguments.
         return _complain(f"{error.format_message()} (see jaxkv --help)", MISUSED)
     except JaxkvError as error:
         return _complain(str(error), FAILED)

@@ -33,6 +33,7 @@ def generate(
     top_k: Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING)] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answer.", rich_help_panel=_SAMPLING)] = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     chat_template: options.ChatTemplate = None,
     tensor_parallel_size: options.TensorParallelSize = None,
@@ -46,6 +47,7 @@ def generate(
     log_to_stderr(logging.WARNING)
     given = {
         "dtype": dtype,
+        "quantization": quantization,
         "max_model_len": max_model_len,
         "chat_template": chat_template,
         "tensor_parallel_size": tensor_parallel_size,

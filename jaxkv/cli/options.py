@@ -14,11 +14,14 @@ _SCHEDULING = "Scheduling"
 
 Model = Annotated[
     str | None,
-    typer.Argument(help=f"Catalog alias, directory, .gguf file or Hugging Face repo id. [default: {DEFAULT_MODEL}]"),
+    typer.Argument(help=f"Catalog alias, directory, .gguf file or Hugging Face repo id. Default: {DEFAULT_MODEL}."),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", help="The same as MODEL.")]
 Dtype = Annotated[
     str | None, typer.Option(help="Of weights and activations: auto, bfloat16, float32.", rich_help_panel=_MODEL)
+]
+Quantization = Annotated[
+    str | None, typer.Option(help="int8: weights in 8 bits, quantized while loading.", rich_help_panel=_MODEL)
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of prompt and output together.", rich_help_panel=_MODEL)
@@ -27,7 +30,9 @@ ChatTemplate = Annotated[
     str | None, typer.Option(help="A Jinja file in place of the model's own template.", rich_help_panel=_MODEL)
 ]
 TensorParallelSize = Annotated[int | None, typer.Option(help="Devices to shard over.", rich_help_panel=_MODEL)]
-AttentionBackend = Annotated[str | None, typer.Option(help="auto or reference.", rich_help_panel=_MODEL)]
+AttentionBackend = Annotated[
+    str | None, typer.Option(help="auto, reference, cpu_native, mosaic_tpu, mosaic_gpu.", rich_help_panel=_MODEL)
+]
 CompilationCacheDir = Annotated[
     str | None,
     typer.Option(help='Where compiled steps are kept; "" keeps none.', rich_help_panel=_MODEL, show_default=False),
@@ -46,7 +51,8 @@ KVCacheMemoryBytes = Annotated[
     typer.Option("--kv-cache-memory-bytes", help="Size of the KV pool, in place of a share.", rich_help_panel=_CACHE),
 ]
 KVCacheDtype = Annotated[
-    str | None, typer.Option("--kv-cache-dtype", help="auto, bfloat16, float32.", rich_help_panel=_CACHE)
+    str | None,
+    typer.Option("--kv-cache-dtype", help="auto, bfloat16, float32, int8, fp8_e4m3, fp8_e5m2.", rich_help_panel=_CACHE),
 ]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV page.", rich_help_panel=_CACHE)]
 PrefixCaching = Annotated[

@@ -34,6 +34,7 @@ def serve(
     ] = 30.0,
     max_queued_requests: options.MaxQueuedRequests = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
     max_model_len: options.MaxModelLen = None,
     chat_template: options.ChatTemplate = None,
     tensor_parallel_size: options.TensorParallelSize = None,
@@ -53,6 +54,7 @@ def serve(
     given: dict[str, Any] = {
         "served_model_name": served_model_name,
         "dtype": dtype,
+        "quantization": quantization,
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,

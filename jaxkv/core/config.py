@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxkv.core.errors import ConfigError
 
 DType = Literal["auto", "bfloat16", "float32"]
-KVCacheDType = Literal["auto", "bfloat16", "float32"]
+Quantization = Literal["int8"]
+KVCacheDType = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "fp8_e5m2"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-AttentionBackend = Literal["auto", "reference"]
+AttentionBackend = Literal["auto", "reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +19,16 @@ class EngineConfig:
     """Everything that can be chosen when an engine is built. None means: chosen from the model and the device.
 
     dtype: of weights and activations; auto = bfloat16.
+    quantization: int8 = weights in 8 bits with a scale per output, activations in 8 bits with a scale per row; None = off.
     max_model_len: tokens of prompt and output together, at most; None = the model's own limit.
     max_num_seqs: sequences that run at once; None = 32 on CPU, 256 elsewhere.
     max_num_batched_tokens: tokens of one step; None = 512 on CPU, 2,048 elsewhere.
     block_size: tokens of one KV page; None = the attention backend's default.
+    kv_cache_dtype: auto = dtype; int8 and fp8 pools hold a byte per element and a float32 scale per token and head.
+    attention_backend: auto = the best for the devices, see `pallas_kernels.backends`.
     memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
-    max_queued_requests: requests that may wait; None = no limit.
+    max_queued_requests: requests that may wait in an AsyncEngine, choices counted; None = no limit.
     seed: draws the seeds of requests that bring none.
     compilation_cache_dir: persistent XLA cache; None = under the user's cache directory, "" = off.
     """
@@ -32,6 +36,7 @@ class EngineConfig:
     model: str
     served_model_name: str | None = None
     dtype: DType = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -49,20 +54,21 @@ class EngineConfig:
     compilation_cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes"):
+        sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
+        for name in (*sizes, "tensor_parallel_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}: it must be at least 1")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}: it must be a whole number of at least 1")
         if self.max_queued_requests is not None and self.max_queued_requests < 0:
             raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: it must be at least 0")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}: it must be in (0, 1]")
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}: it must be at least 1")
-        _one_of("dtype", self.dtype, ("auto", "bfloat16", "float32"))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "bfloat16", "float32"))
-        _one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _one_of("attention_backend", self.attention_backend, ("auto", "reference"))
+        _one_of("dtype", self.dtype, get_args(DType))
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, get_args(Quantization))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
+        _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
+        _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
 
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -108,6 +108,7 @@ def join_deltas(deltas: Iterable[RequestDelta], *, prompt: str | None = None) ->
             )
         if delta.prompt_logprobs is not None:
             output.prompt_logprobs = list(delta.prompt_logprobs)
+        output.times = delta.times
         for gain in delta.choices:
             _extend(choices.setdefault(gain.index, CompletionOutput(index=gain.index)), gain)
     if output is None:
@@ -120,7 +121,8 @@ def _extend(choice: CompletionOutput, gain: CompletionDelta) -> None:
     choice.text += gain.text
     choice.token_ids.extend(gain.token_ids)
     if gain.logprobs:
-        choice.logprobs = [*(choice.logprobs or []), *gain.logprobs]
+        choice.logprobs = choice.logprobs or []
+        choice.logprobs.extend(gain.logprobs)
     if gain.finish_reason is not None:
         choice.finish_reason = gain.finish_reason
         choice.stop_reason = gain.stop_reason

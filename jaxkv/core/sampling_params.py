@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxkv.core.errors import RequestError
 
@@ -52,84 +55,115 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        given: object = self.stop
-        object.__setattr__(self, "stop", (given,) if isinstance(given, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._check_numbers()
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
+        self._normalize_numbers()
         self._check_lengths()
 
-    def _check_numbers(self) -> None:
-        _real("temperature", self.temperature, 0.0, math.inf)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _whole("n", self.n, 1, MAX_N)
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        for token, bias in self.logit_bias.items():
-            _whole("logit_bias", token, 0, 2**31 - 1)
-            _real("logit_bias", bias, -100.0, 100.0)
+    def _normalize_numbers(self) -> None:
+        reals = {
+            "temperature": (0.0, math.inf, False),
+            "top_p": (0.0, 1.0, True),
+            "min_p": (0.0, 1.0, False),
+            "presence_penalty": (-2.0, 2.0, False),
+            "frequency_penalty": (-2.0, 2.0, False),
+            "repetition_penalty": (0.0, math.inf, True),
+        }
+        wholes = {
+            "n": (1, MAX_N),
+            "top_k": (-1, 2**31 - 1),
+            "seed": (-(2**63), 2**63 - 1),
+            "logprobs": (0, MAX_LOGPROBS),
+            "prompt_logprobs": (0, MAX_LOGPROBS),
+            "max_tokens": (0, 2**31 - 1),
+            "min_tokens": (0, 2**31 - 1),
+        }
+        for name, (low, high, open_low) in reals.items():
+            object.__setattr__(self, name, _real(name, getattr(self, name), low, high, open_low=open_low))
+        for name, (least, most) in wholes.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, _whole(name, value, least, most))
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias is {shown(self.logit_bias)}: it must map token ids to numbers", param="logit_bias"
+            )
+        bias = {
+            _whole("logit_bias", token, 0, 2**31 - 1): _real("logit_bias", addend, -100.0, 100.0)
+            for token, addend in self.logit_bias.items()
+        }
+        object.__setattr__(self, "logit_bias", bias)
 
     def _check_lengths(self) -> None:
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 0, 2**31 - 1)
-            if self.max_tokens == 0 and self.prompt_logprobs is None:
-                raise RequestError(
-                    "max_tokens is 0 and prompt_logprobs is off, so there is nothing to compute: ask for at least 1 token",
-                    param="max_tokens",
-                )
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0 and prompt_logprobs is off, so there is nothing to compute: ask for at least 1 token",
+                param="max_tokens",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}: lower one or raise the other",
                 param="min_tokens",
             )
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are supported",
-                param="logit_bias",
-            )
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are supported", param="stop"
-            )
+        limits = {"logit_bias": MAX_LOGIT_BIAS, "stop": MAX_STOP_STRINGS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
+        for name, most in limits.items():
+            if len(getattr(self, name)) > most:
+                raise RequestError(
+                    f"{name} has {len(getattr(self, name))} entries, at most {most} are supported", param=name
+                )
         for text in self.stop:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise RequestError(
-                    f"stop holds {str(text)[:50]!r}: each must be a string of 1 to {MAX_STOP_LENGTH} characters",
+                    f"stop holds {shown(text)}: each must be a string of 1 to {MAX_STOP_LENGTH} characters",
                     param="stop",
                 )
-        for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, 2**31 - 1)
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries, at most {MAX_STOP_TOKEN_IDS} are supported",
-                param="stop_token_ids",
-            )
+        ids = tuple(_whole("stop_token_ids", token, 0, 2**31 - 1) for token in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
 
-def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} is {value!r}: it must be a finite number", param=name)
-    below = value <= low if open_low else value < low
-    if below or value > high:
+_OPTIONAL = ("seed", "logprobs", "prompt_logprobs", "max_tokens")
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, whatever it is."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"a whole number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence | set | frozenset):
+        raise RequestError(f"{name} is {shown(value)}: it must be a list", param=name)
+    return tuple(value)
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> float:
+    try:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError
+        number = float(value)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RequestError(f"{name} is {shown(value)}: it must be a finite number", param=name)
+    below = number <= low if open_low else number < low
+    if below or number > high:
         bracket = "(" if open_low else "["
         end = "inf)" if high == math.inf else f"{high:g}]"
-        raise RequestError(f"{name} is {value!r}: it must be in {bracket}{low:g}, {end}", param=name)
+        raise RequestError(f"{name} is {shown(value)}: it must be in {bracket}{low:g}, {end}", param=name)
+    return number
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}: it must be a whole number", param=name)
-    if not low <= value <= high:
-        raise RequestError(f"{name} is {value}: it must be between {low} and {high}", param=name)
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise RequestError(f"{name} is {shown(value)}: it must be a whole number", param=name)
+    if not low <= int(value) <= high:
+        raise RequestError(f"{name} is {shown(int(value))}: it must be between {low} and {high}", param=name)
+    return int(value)

@@ -1,4 +1,4 @@
-"""Turns a prompt and its parameters into a Request, or refuses with the reason. Changes nothing, so any thread may call it."""
+"""Turns a prompt and its parameters into a Request, or refuses with the reason. Any thread may call it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import random
 import uuid
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from jaxkv.core.errors import RequestError
-from jaxkv.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxkv.core.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams, shown
 from jaxkv.engine.request import Prompt, Request
 from jaxkv.scheduling.config import SchedulerConfig
 from jaxkv.text.chat import render_chat
@@ -57,13 +58,30 @@ class Admission:
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError("the prompt is empty: it must have at least one token", param="prompt")
-        self._check_ids(params)
-        if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_LENGTH:
+        if max(ids) >= self._vocab_size:
             raise RequestError(
-                f"cache_salt has {len(cache_salt)} characters: it must have 1 to {MAX_SALT_LENGTH}", param="cache_salt"
+                f"the tokenizer made token {max(ids)} of this prompt, but the model's vocabulary ends at "
+                f"{self._vocab_size - 1}: the tokenizer does not belong to this model",
+                param="prompt",
             )
+        if priority and self._limits.policy != "priority":
+            raise RequestError(
+                f"priority is {priority}, but the engine serves first come, first served: "
+                "start it with --scheduling-policy priority",
+                param="priority",
+            )
+        self._check_ids(params)
+        if cache_salt is not None and not (isinstance(cache_salt, str) and 1 <= len(cache_salt) <= MAX_SALT_LENGTH):
+            raise RequestError(
+                f"cache_salt is {shown(cache_salt)}: it must be a string of 1 to {MAX_SALT_LENGTH} characters",
+                param="cache_salt",
+            )
+        if request_id is not None and not (isinstance(request_id, str) and request_id):
+            raise RequestError(f"request_id is {shown(request_id)}: it must be a string", param="request_id")
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {shown(params)}: it must be SamplingParams", param="params")
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise RequestError(f"priority is {priority!r}: it must be a 64-bit whole number", param="priority")
+            raise RequestError(f"priority is {shown(priority)}: it must be a 64-bit whole number", param="priority")
         return Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt=text,
@@ -81,6 +99,10 @@ class Admission:
             return prompt, self._encode_text(prompt, add_special_tokens=add_special_tokens)
         if isinstance(prompt, Mapping):
             return self._encode_chat(prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+            raise RequestError(
+                f"the prompt is {shown(prompt)}: it must be a text, a list of token ids, or a chat", param="prompt"
+            )
         if prompt and all(isinstance(item, Mapping) for item in prompt):
             return self._encode_chat({"messages": prompt})
         return None, self._checked_prompt_ids(prompt)
@@ -89,7 +111,7 @@ class Admission:
         unknown = set(chat) - _CHAT_KEYS
         if unknown or "messages" not in chat:
             raise RequestError(
-                f"a chat prompt has the keys {sorted(chat)}: it needs `messages` and may have {sorted(_CHAT_KEYS - {'messages'})}",
+                f"a chat prompt has the keys {shown(list(chat))}: it needs `messages` and may have {sorted(_CHAT_KEYS - {'messages'})}",
                 param="messages",
             )
         continue_final = bool(chat.get("continue_final_message", False))
@@ -112,12 +134,12 @@ class Admission:
 
     def _checked_prompt_ids(self, ids: Sequence[Any]) -> list[int]:
         for position, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < self._vocab_size:
                 raise RequestError(
-                    f"prompt token {position} is {token!r}: it must be a whole number from 0 to {self._vocab_size - 1}",
+                    f"prompt token {position} is {shown(token)}: it must be a whole number from 0 to {self._vocab_size - 1}",
                     param="prompt",
                 )
-        return list(ids)
+        return [int(token) for token in ids]
 
     def _check_ids(self, params: SamplingParams) -> None:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):

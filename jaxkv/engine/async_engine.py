@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from jaxkv.core.errors import EngineStoppedError, QueueFullError, RequestError
@@ -55,14 +56,14 @@ class RequestStream:
         """Aborts the request unless it has ended. The engine lets go of it before its next step."""
         if not self._ended:
             self._ended = True
-            self._engine.abort(self.request.request_id)
+            self._engine.leave(self)
 
     def put(self, item: RequestDelta | Exception) -> None:
         """Called from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
         except RuntimeError:  # its event loop is closed: nobody will read this
-            self._engine.abort(self.request.request_id)
+            self._engine.leave(self)
 
 
 class AsyncEngine:
@@ -76,13 +77,13 @@ class AsyncEngine:
         self.engine = engine
         self.on_step: list[StepListener] = []
         self._changed = threading.Condition()
-        self._commands: deque[RequestStream | str] = deque()  # in order: a stream to serve, or an id to abort
-        self._arrived = 0  # sequences among the commands
+        self._commands: deque[Callable[[], object]] = deque()  # for the loop thread, in order
+        self._unfinished = 0  # sequences of the streams
         self._streams: dict[str, RequestStream] = {}  # all that somebody may be reading
         self._served: dict[str, RequestStream] = {}  # those that the engine knows; the loop thread's own
         self._taking = True
         self._stop = False
-        self._death: Exception | None = None
+        self._death: BaseException | None = None
         self._last_round = time.monotonic()
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._loop, name="jaxkv-engine", daemon=True)
@@ -122,8 +123,8 @@ class AsyncEngine:
             if request.request_id in self._streams:
                 raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
             self._streams[request.request_id] = stream
-            self._commands.append(stream)
-            self._arrived += request.params.n
+            self._commands.append(partial(self._submit, stream))
+            self._unfinished += request.params.n
             self._changed.notify()
         return stream
 
@@ -139,10 +140,16 @@ class AsyncEngine:
             await stream.aclose()
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before the next step; unknown ids are ignored. Its stream gets no further delta."""
+        """Ends a request before the next step; its stream ends with finish_reason "abort". Unknown ids are ignored."""
         with self._changed:
-            if self._streams.pop(request_id, None) is not None:
-                self._commands.append(request_id)
+            self._commands.append(partial(self.engine.abort, request_id))
+            self._changed.notify()
+
+    def leave(self, stream: RequestStream) -> None:
+        """Aborts the request of a stream that nobody reads any more, unless it has ended."""
+        with self._changed:
+            if self._forget(stream):
+                self._commands.append(partial(self._discard, stream.request.request_id))
                 self._changed.notify()
 
     async def drain(self, timeout: float) -> bool:
@@ -153,7 +160,7 @@ class AsyncEngine:
             if time.monotonic() >= deadline:
                 return False
             await asyncio.sleep(0.02)
-        return True
+        return self.num_unfinished == 0
 
     def shutdown(self) -> None:
         """Stops the loop after its current step. Streams that are still open end with EngineStoppedError."""
@@ -176,9 +183,10 @@ class AsyncEngine:
                 self._stats = self.engine.stats()
                 for listener in self.on_step:
                     listener(self.engine.last_step, self._stats)
-        except Exception as error:
+        except BaseException as error:
             log.exception("the engine's loop failed; it takes no more requests")
-            self._death = error
+            with self._changed:
+                self._death = error
             self._fail_all(EngineStoppedError(f"the engine stopped: {type(error).__name__}: {error}"))
 
     def _await_work(self) -> bool:
@@ -196,20 +204,20 @@ class AsyncEngine:
         with self._changed:
             commands = list(self._commands)
             self._commands.clear()
-            self._arrived = 0
         for command in commands:
-            if isinstance(command, RequestStream):
-                self._submit(command)
-            else:
-                self._served.pop(command, None)
-                self.engine.discard(command)
+            command()
+
+    def _discard(self, request_id: str) -> None:
+        self._served.pop(request_id, None)
+        self.engine.discard(request_id)
 
     def _submit(self, stream: RequestStream) -> None:
         try:
             self.engine.submit(stream.request)
             self._served[stream.request.request_id] = stream
-        except RequestError as error:
-            self._forget(stream)
+        except Exception as error:  # it is this request's, and must not end the others
+            with self._changed:
+                self._forget(stream)
             stream.put(error)
 
     def _deliver(self, deltas: list[RequestDelta]) -> None:
@@ -219,20 +227,24 @@ class AsyncEngine:
                 continue
             if delta.finished:
                 del self._served[delta.request_id]
-                self._forget(stream)
+                with self._changed:
+                    self._forget(stream)
             stream.put(delta)
 
-    def _forget(self, stream: RequestStream) -> None:
-        """Its id may be used again."""
-        with self._changed:
-            if self._streams.get(stream.request.request_id) is stream:
-                del self._streams[stream.request.request_id]
+    def _forget(self, stream: RequestStream) -> bool:
+        """Its id may be used again. False when it was forgotten before. The caller holds the lock."""
+        if self._streams.get(stream.request.request_id) is not stream:
+            return False
+        del self._streams[stream.request.request_id]
+        self._unfinished -= stream.request.params.n
+        return True
 
     def _fail_all(self, error: Exception) -> None:
         with self._changed:
             streams = list(self._streams.values())
             self._streams.clear()
             self._commands.clear()
+            self._unfinished = 0
         for stream in streams:
             stream.put(error)
 
@@ -243,13 +255,19 @@ class AsyncEngine:
             raise EngineStoppedError("the engine is shutting down and takes no more requests")
 
     def _refuse_if_full(self, request: Request) -> None:
-        """Waiting sequences may be max_queued_requests at most; those that find a free slot do not wait."""
+        """max_num_seqs sequences run; max_queued_requests more may wait."""
         limit = self.engine.config.max_queued_requests
         if limit is None:
             return
-        waiting = self._stats.num_waiting + self._arrived
-        free = (self.engine.config.max_num_seqs or 0) - self._stats.num_running
-        if waiting + request.params.n - max(free, 0) > limit:
+        room = limit + (self.engine.config.max_num_seqs or 0)
+        if request.params.n > room:
+            raise RequestError(
+                f"n is {request.params.n}, but at most {room} sequences can run and wait at once "
+                f"(--max-num-seqs, --max-queued-requests {limit}): ask for fewer choices",
+                param="n",
+            )
+        waiting = self._unfinished + request.params.n - (room - limit)
+        if waiting > limit:
             raise QueueFullError(
-                f"{waiting} requests are waiting and --max-queued-requests is {limit}: try again later"
+                f"{waiting} requests would be waiting and --max-queued-requests is {limit}: try again later"
             )

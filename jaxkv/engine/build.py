@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxkv.cache.budget import MemoryReport, device_memory, plan_pool
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.engine.admission import Admission
+from jaxkv.engine.attention_choice import choose_backend
 from jaxkv.engine.engine import Engine
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
@@ -31,12 +32,13 @@ from jaxkv.scheduling.scheduler import Scheduler
 from jaxkv.text.chat import compile_chat_template
 from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.weights.hub import resolve
-from jaxkv.weights.load import LoadedModel, load_model
-from pallas_kernels.kv_layout import KVLayout
-from pallas_kernels.ragged_paged_attention.api import Backend, check_supported
+from jaxkv.weights.load import LoadedModel, load_model, read_config
+from pallas_kernels.backends import TRAITS, check_backend, layout_for
+from pallas_kernels.ragged_paged_attention.api import check_supported
 
 log = logging.getLogger("jaxkv")
-_DEFAULT_BLOCK_SIZE = 16
+_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+"""JAX's names of the KV dtypes that have names of their own there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,19 @@ class EngineParts:
 def build_engine(config: EngineConfig) -> Engine:
     """Loads the model that config names and builds the engine. Raises ConfigError and ModelLoadError."""
     use_compilation_cache(config.compilation_cache_dir)
-    loaded = load_model(resolve(config.model), _dtype(config))
+    source = resolve(config.model)
+    check_early(config, read_config(source))
+    loaded = load_model(source, _dtype(config), config.quantization)
     tokenizer = tokenizer_of(loaded)
     eos_ids = tuple(dict.fromkeys((*loaded.eos_ids, *tokenizer.eos_ids)))
     return assemble(config, loaded.config, loaded.params, tokenizer, loaded.generation_config, eos_ids)
+
+
+def check_early(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for what cannot work whatever the weights, before they are read."""
+    mesh = build_mesh(config.tensor_parallel_size)
+    _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0]), num_blocks=1)
+    split_heads(model, config.tensor_parallel_size)
 
 
 def assemble(
@@ -72,7 +83,7 @@ def assemble(
 ) -> Engine:
     """Builds an engine from a model that is in host memory already, and warms it up."""
     mesh = build_mesh(config.tensor_parallel_size)
-    config = resolve_defaults(config, model, mesh.devices.flat[0].platform)
+    config = resolve_defaults(config, model, mesh.devices.flat[0])
     assert config.max_model_len
     assert config.max_num_seqs
     assert config.max_num_batched_tokens
@@ -80,10 +91,17 @@ def assemble(
     template = _chat_template(config, tokenizer)
     shards = config.tensor_parallel_size
     split = split_heads(model, shards)
-    dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    layout = KVLayout(split.num_layers, split.num_kv_heads, split.head_dim, config.block_size, dtype)
+    backend = check_backend(config.attention_backend)
     try:
-        check_supported(config.attention_backend, layout, num_heads=split.num_heads)
+        layout = layout_for(
+            backend,
+            num_layers=split.num_layers,
+            num_kv_heads=split.num_kv_heads,
+            head_dim=split.head_dim,
+            page_size=config.block_size,
+            dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+        )
+        check_supported(backend, layout, num_heads=split.num_heads)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     max_pages = -(-config.max_model_len // config.block_size)
@@ -103,8 +121,8 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
     )
     log.info("memory: %s", memory)
-    backend = cast(Backend, config.attention_backend)
-    runner = Runner(StepSpec(split, layout, mesh, backend), placed, buckets, memory.num_blocks)
+    spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=config.quantization is not None)
+    runner = Runner(spec, placed, buckets, memory.num_blocks)
     runner.warm_up()
     limits = _scheduler_config(config, memory.num_blocks)
     admission = Admission(
@@ -120,9 +138,9 @@ def assemble(
     )
 
 
-def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) -> EngineConfig:
+def resolve_defaults(config: EngineConfig, model: ModelConfig, device: jax.Device) -> EngineConfig:
     """Fills in what config leaves open. Raises ConfigError for what the model cannot do."""
-    on_cpu = platform == "cpu"
+    on_cpu = device.platform == "cpu"
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise ConfigError(
@@ -130,16 +148,15 @@ def resolve_defaults(config: EngineConfig, model: ModelConfig, platform: str) ->
         )
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     batched = config.max_num_batched_tokens or max(512 if on_cpu else 2048, max_num_seqs)
-    backend: Literal["reference"] = "reference"
-    if config.attention_backend == "auto":
-        log.info("attention backend: %s (chosen for %s)", backend, platform)
+    backend = choose_backend(config, device)
     return dataclasses.replace(
         config,
         dtype=_dtype(config),
+        kv_cache_dtype=_dtype(config) if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        block_size=config.block_size or _DEFAULT_BLOCK_SIZE,
+        block_size=config.block_size or TRAITS[backend].page_size,
         attention_backend=backend,
     )
 
@@ -173,7 +190,10 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
         is_text = "{" in given or "\n" in given
         if not is_text and not Path(given).is_file():
             raise ConfigError(f"chat_template {given!r} is neither a file nor a Jinja template")
-        template = given if is_text else Path(given).read_text(encoding="utf-8")
+        try:
+            template = given if is_text else Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template {given} cannot be read: {error}") from error
     if template is not None:
         compile_chat_template(template)
     return template

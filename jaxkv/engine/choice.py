@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from jaxkv.core.outputs import CompletionDelta, FinishReason, TokenLogprob
 from jaxkv.engine.request import Request
 from jaxkv.scheduling.sequence import Sequence
 from jaxkv.text.detokenizer import IncrementalDetokenizer
 from jaxkv.text.stop_strings import StopChecker
 from jaxkv.text.tokenizer import Tokenizer
+
+log = logging.getLogger("jaxkv")
 
 
 class Choice:
@@ -47,7 +51,11 @@ class Choice:
 
     def end(self, reason: FinishReason, error: str | None = None) -> CompletionDelta:
         """Ends the choice from outside: its held-back text comes out."""
-        text = self._through_stops(self._detokenizer.finish(), last=True)
+        try:
+            text = self._through_stops(self._detokenizer.finish(), last=True)
+        except Exception:  # whatever made it end may have hit the text as well: it must end all the same
+            log.exception("the held-back text of a choice is lost")
+            text = ""
         return self._delta(text, (), (), reason, None, error)
 
     def _through_stops(self, text: str, *, last: bool) -> str:

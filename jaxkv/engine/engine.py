@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxkv.engine.build import EngineParts
 
 log = logging.getLogger("jaxkv")
+_NOT_FINITE = "the model's logits are not finite numbers: its weights or its cache are damaged"
 _GOLDEN = 0x9E3779B97F4A7C15
 """Step between the seeds of a request's choices (the 64-bit golden ratio, as in SplitMix64)."""
 
@@ -121,12 +122,16 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is in use: choose another", param="request_id")
         live = LiveRequest(request, RequestTimes(arrival=time.monotonic()))
         self._live[request.request_id] = live
-        for index in range(request.params.n):
-            seq = self._new_sequence(request, index)
-            choice = Choice(request, index, seq, self.tokenizer)
-            live.choices.append(choice)
-            self._owner[seq.seq_id] = (live, choice)
-            self._scheduler.add(seq)
+        prompt_ids = list(request.prompt_token_ids)  # all choices read one list
+        try:
+            for index in range(request.params.n):
+                seq = self._new_sequence(request, index, prompt_ids)
+                self._scheduler.add(seq)
+                live.choices.append(Choice(request, index, seq, self.tokenizer))
+                self._owner[seq.seq_id] = (live, live.choices[-1])
+        except BaseException:
+            self.discard(request.request_id)
+            raise
         return request.request_id
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> str:
@@ -146,8 +151,12 @@ class Engine:
 
     def discard(self, request_id: str) -> None:
         """Aborts a request whose reader has gone: its last delta is dropped, and its id is free at once."""
-        if self.abort(request_id):
-            self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
+        self.abort(request_id)
+        self._unclaimed = [delta for delta in self._unclaimed if delta.request_id != request_id]
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request runs, waits, or has a delta that nobody has taken."""
+        return request_id in self._live or any(delta.request_id == request_id for delta in self._unclaimed)
 
     # --- the step -------------------------------------------------------------------------------------------------
 
@@ -160,9 +169,11 @@ class Engine:
             return deltas
         try:
             waited = self._run_and_commit(plan)
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too, leaves the step half done
             log.exception("a step failed; its %d requests end with an error", len(plan.entries))
             waited = self._fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
         touched = dict.fromkeys(self._owner[e.seq.seq_id][0] for e in plan.entries if e.seq.seq_id in self._owner)
         deltas += self._collect(touched)
         self._note_step(plan, time.monotonic() - started, waited)
@@ -183,16 +194,12 @@ class Engine:
         return waited
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> None:
-        tokens, broken = np.asarray(output.tokens).tolist(), np.asarray(output.broken).tolist()
+        tokens, broken, finished = (np.asarray(x).tolist() for x in (output.tokens, output.broken, output.finished))
         logprobs: HostLogprobs | None = None
         sampled: dict[int, Entry] = {}
         for row, entry in enumerate(plan.entries):
             if entry.samples and broken[row]:
-                self._end(
-                    entry.seq,
-                    "error",
-                    "the model's logits are not finite numbers: its weights or its cache are damaged",
-                )
+                self._end(entry.seq, "error", _NOT_FINITE)
             elif entry.samples:
                 sampled[row] = entry
         self._scheduler.commit(plan, {entry.seq.seq_id: [tokens[row]] for row, entry in sampled.items()})
@@ -204,6 +211,10 @@ class Engine:
             delta = choice.push(
                 tokens[row], None if k is None or logprobs is None else logprobs.at(row, tokens[row], k)
             )
+            if finished[row] != (entry.seq.finish_reason is not None):
+                raise RuntimeError(
+                    f"host and device disagree whether {entry.seq.seq_id} has ended with token {tokens[row]}"
+                )
             if choice.finished:
                 self._scheduler.finish(entry.seq.seq_id, "stop")
             live.gain(delta)
@@ -239,17 +250,19 @@ class Engine:
         for entry, scores in zip(plan.entries, scoring, strict=True):
             if scores:
                 live, _ = self._owner[entry.seq.seq_id]
+                if not host.finite(range(first_row, first_row + entry.num_tokens)):
+                    self._end(entry.seq, "error", _NOT_FINITE)
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
                 known = live.prompt_logprobs_known
                 positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
                 live.add_prompt_logprobs([host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions])
             first_row += entry.num_tokens
 
-    def _fail(self, plan: StepPlan, error: Exception) -> float:
-        for entry in plan.entries:
-            self._end(entry.seq, "error", f"the step failed: {type(error).__name__}: {error}")
+    def _fail(self, plan: StepPlan, error: BaseException) -> float:
         if self._runner.restore():
             self._scheduler.forget_computed()
+        for entry in plan.entries:
+            self._end(entry.seq, "error", f"the step failed: {type(error).__name__}: {error}")
         return 0.0
 
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
@@ -264,27 +277,23 @@ class Engine:
         now = time.monotonic()
         deltas = []
         for live in lives:
-            delta = live.take_delta()
+            delta = live.take_delta(now)
             if delta is None:
                 continue
-            if any(gain.token_ids for gain in delta.choices):
-                live.times.first_token = live.times.first_token or now
-                live.times.last_token = now
             if delta.finished:
-                live.times.finished = now
                 del self._live[live.request.request_id]
                 for choice in live.choices:
                     del self._owner[choice.sequence.seq_id]
             deltas.append(delta)
         return deltas
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, prompt_ids: list[int]) -> Sequence:
         params = request.params
         assert params.max_tokens is not None, "prepare resolves max_tokens"
         return Sequence(
             seq_id=f"{request.request_id}:{index}",
             request_id=request.request_id,
-            prompt_ids=list(request.prompt_token_ids),
+            prompt_ids=prompt_ids,
             max_tokens=params.max_tokens,
             stop_ids=frozenset(request.stop_ids),
             min_tokens=params.min_tokens,
@@ -315,8 +324,8 @@ class Engine:
         """
         return generation.generate(self, prompts, params, progress=progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestDelta]:
-        """Runs one prompt and yields what it gains; closing the iterator early aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> generation.Stream:
+        """Runs one prompt and yields what it gains; closing the stream early aborts the request.
 
         Raises RequestError at once, not at the first item.
         """
@@ -360,12 +369,19 @@ class Engine:
         return view_pages(self._scheduler.ledger, [choice.sequence for _, choice in self._owner.values()])
 
     def read_pages(self, blocks: Seq[int]) -> np.ndarray:
-        """The K and V of some blocks as stored: float32 [len(blocks), L, 2, K, block_size, D] (index 0 is K, 1 is V)."""
+        """The keys and values of some blocks: float32 [len(blocks), L, 2, K, block_size, D] (index 0 is K, 1 is V)."""
         return self._runner.read_pages(blocks)
 
     def check(self) -> None:
-        """Raises when the ledger does not balance or an idle engine still holds something. For tests and idle moments."""
+        """Raises when the ledger does not balance, something was compiled after the warm-up, or an idle engine holds something.
+
+        For tests and idle moments.
+        """
         self._scheduler.check()
+        if self._live and not self._scheduler.has_unfinished:
+            raise RuntimeError(f"requests {self.unfinished} have no sequence left and have not ended")
+        if self._runner.recompilations:
+            raise RuntimeError(f"{self._runner.recompilations} compilations after the warm-up")
         if not self._live and (self._owner or self._scheduler.num_running or self._scheduler.ledger.num_held):
             raise RuntimeError(f"the engine is idle but holds something: {self._scheduler.ledger.describe()}")
 
@@ -375,5 +391,5 @@ class Engine:
         self._runner.poison([block for block in range(ledger.num_blocks) if ledger.state(block) == "free"])
 
     def close(self) -> None:
-        """Lets go of the device memory; the engine cannot be used afterwards."""
+        """Lets go of weights and pool; the engine cannot be used afterwards."""
         self._runner.close()

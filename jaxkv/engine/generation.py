@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.progress import track
 
@@ -30,11 +31,13 @@ def generate(
     if len(each) != len(many):
         raise RequestError(f"{len(many)} prompts came with {len(each)} params: give one, or one each", param="params")
     requests = [engine.prepare(prompt, p) for prompt, p in zip(many, each, strict=True)]
-    gathered: dict[str, list[RequestDelta]] = {engine.submit(request): [] for request in requests}
+    gathered: dict[str, list[RequestDelta]] = {request.request_id: [] for request in requests}
     done: Iterable[str] = _finished(engine, gathered)
     if progress and len(requests) > 1:
         done = track(done, description="generating", total=len(requests))
     try:
+        for request in requests:
+            engine.submit(request)
         for _ in done:
             pass
     finally:
@@ -43,27 +46,62 @@ def generate(
     return [join_deltas(gathered[request.request_id], prompt=request.prompt) for request in requests]
 
 
-def stream(engine: Engine, prompt: Prompt, params: SamplingParams | None) -> Iterator[RequestDelta]:
+class Stream:
+    """The deltas of one request, in order. Closing it, or letting go of it, aborts the request unless it has ended."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._ready: deque[RequestDelta] = deque()
+        self._ended = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> RequestDelta:
+        while not self._ready:
+            if self._ended:
+                raise StopIteration
+            _check_known(self._engine, self._request_id)
+            self._ready.extend(self._engine.step_for({self._request_id}))
+        delta = self._ready.popleft()
+        self._ended = delta.finished
+        return delta
+
+    def close(self) -> None:
+        """Ends it early; may be called twice."""
+        self._ended = True
+        self._ready.clear()
+        self._engine.discard(self._request_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self.close()
+
+
+def stream(engine: Engine, prompt: Prompt, params: SamplingParams | None) -> Stream:
     """See `Engine.stream`."""
-    request_id = engine.add_request(prompt, params)
+    return Stream(engine, engine.add_request(prompt, params))
 
-    def deltas() -> Generator[RequestDelta, None, None]:
-        finished = False
-        try:
-            while not finished:
-                for delta in engine.step_for({request_id}):
-                    finished = delta.finished
-                    yield delta
-        finally:
-            engine.discard(request_id)
 
-    return deltas()
+def _check_known(engine: Engine, request_id: str) -> None:
+    if not engine.knows(request_id):
+        raise RuntimeError(
+            f"the deltas of request {request_id} were taken by another reader (step), or it was discarded"
+        )
 
 
 def _finished(engine: Engine, gathered: dict[str, list[RequestDelta]]) -> Iterator[str]:
     """Steps until every request in `gathered` has all of its deltas; yields the ids as they finish."""
     left = set(gathered)
     while left:
+        _check_known(engine, next(iter(left)))
         for delta in engine.step_for(gathered):
             gathered[delta.request_id].append(delta)
             if delta.finished:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from jaxkv.core.sampling_params import SamplingParams
@@ -34,10 +35,10 @@ class Request:
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
         return [prompts]
     if not prompts:
         return []
     first = prompts[0]
-    single = isinstance(first, int) or (isinstance(first, Mapping) and "role" in first)
+    single = isinstance(first, Integral) or (isinstance(first, Mapping) and "role" in first)
     return [prompts] if single else list(prompts)  # type: ignore[arg-type, list-item]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -12,18 +13,22 @@ from jaxkv.core.sampling_params import SamplingParams
 from jaxkv.runtime.logprobs import Logprobs
 from jaxkv.runtime.sampler import SamplingFlags
 from jaxkv.runtime.slot_state import uses_history
-from jaxkv.runtime.step_batch import Chunk
+from jaxkv.runtime.step_batch import FROM_SLOT, Chunk
 from jaxkv.scheduling.plan import Entry
 
 
 def chunk_of(entry: Entry, *, score_prompt: bool) -> Chunk:
-    """The rows of one plan entry. score_prompt: the request wants log-probabilities of its prompt."""
+    """The rows of one plan entry. score_prompt: the request wants log-probabilities of its prompt.
+
+    A decoding sequence's token is left to the device, which has it in the slot.
+    """
     seq = entry.seq
+    decodes = entry.num_tokens == 1 and entry.samples and entry.start >= len(seq.prompt_ids)
     targets: Seq[int] = ()
     if score_prompt and entry.start < len(seq.prompt_ids) - 1:
         targets = seq.prompt_ids[entry.start + 1 : entry.end + 1]
     return Chunk(
-        tokens=seq.tokens(entry.start, entry.end),
+        tokens=[FROM_SLOT] if decodes else seq.tokens(entry.start, entry.end),
         start=entry.start,
         write_start=entry.write_start,
         block_ids=entry.block_ids,
@@ -62,7 +67,12 @@ class HostLogprobs:
         self._top_ids = np.asarray(logprobs.top_ids)
         self._top = np.asarray(logprobs.top)
 
+    def finite(self, rows: range) -> bool:
+        """Whether the log-probabilities of some rows are numbers."""
+        return bool(np.isfinite(self._top[rows.start : rows.stop, 0]).all())
+
     def at(self, row: int, token: int, k: int) -> TokenLogprob:
         """Of `token`, which the row was asked about, with the k best."""
         best = zip(self._top_ids[row, :k].tolist(), self._top[row, :k].tolist(), strict=True)
-        return TokenLogprob(token, self._chosen[row], self._rank[row], tuple(best))
+        inside = tuple((i, value) for i, value in best if value > -math.inf)  # a small vocabulary has fewer
+        return TokenLogprob(token, self._chosen[row], self._rank[row], inside)

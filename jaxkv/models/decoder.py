@@ -12,6 +12,10 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
 from jaxkv.models.rope import rotate
+from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight, lookup
+
+Weight = jax.Array | QuantizedWeight
 
 Cache = TypeVar("Cache")
 Attend = Callable[
@@ -27,9 +31,11 @@ def forward[Cache](
     tokens: Int[Array, " T"],
     positions: Int[Array, " T"],
     attend: Attend[Cache],
+    *,
+    dtype: str,
 ) -> tuple[Cache, Float[Array, "T E"]]:
-    """All layers and the final norm. Returns the cache and the hidden state of every token, in the model dtype."""
-    hidden = params["embed"].at[tokens].get(mode="promise_in_bounds")
+    """All layers and the final norm. Returns the cache and the hidden state of every token, in `dtype`."""
+    hidden = _embed(params["embed"], tokens, dtype)
 
     def layer(carry: tuple[Cache, Array], inputs: tuple[Array, Params]) -> tuple[tuple[Cache, Array], None]:
         cache, hidden = carry
@@ -45,7 +51,7 @@ def forward[Cache](
 def logits(params: Params, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
     """float32 logits of some rows' hidden states."""
     table = params["lm_head"] if "lm_head" in params else params["embed"]
-    return jnp.einsum("re,ve->rv", hidden, table, preferred_element_type=jnp.float32)
+    return _matmul(hidden, table, out_dtype="float32")
 
 
 def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
@@ -66,18 +72,33 @@ def _attention[Cache](
 ) -> tuple[Cache, Float[Array, "T E"]]:
     T, (K, G, D) = hidden.shape[0], (config.num_kv_heads, config.group_size, config.head_dim)
     normed = rms_norm(hidden, weights["attn_norm"], config.rms_norm_eps)
-    qkv = _matmul(normed, weights["qkv"].reshape(K * (G + 2) * D, -1)).reshape(T, K, G + 2, D)
+    qkv = _matmul(normed, weights["qkv"]).reshape(T, K, G + 2, D)
     qk = rotate(qkv[:, :, : G + 1], positions, config.rope)
     cache, mixed = attend(cache, layer, qk[:, :, :G], qk[:, :, G], qkv[:, :, G + 1])
-    return cache, hidden + _matmul(mixed.reshape(T, K * G * D), weights["o"].reshape(-1, K * G * D))
+    return cache, hidden + _matmul(mixed.reshape(T, K * G * D), weights["o"])
 
 
 def _mlp(config: ModelConfig, weights: Params, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
     normed = rms_norm(hidden, weights["mlp_norm"], config.rms_norm_eps)
-    gate, up = _matmul(normed, weights["gate_up"][0]), _matmul(normed, weights["gate_up"][1])
+    gate = _matmul(normed, jax.tree.map(lambda both: both[0], weights["gate_up"]))
+    up = _matmul(normed, jax.tree.map(lambda both: both[1], weights["gate_up"]))
     return hidden + _matmul(jax.nn.silu(gate) * up, weights["down"])
 
 
-def _matmul(x: Float[Array, "T in"], weight: Float[Array, "out in"]) -> Float[Array, "T out"]:
-    """Two-dimensional on purpose: XLA's CPU backend multiplies by weights of more dimensions several times slower."""
-    return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+def _embed(table: Weight, tokens: Int[Array, " T"], dtype: str) -> Float[Array, "T E"]:
+    if isinstance(table, QuantizedWeight):
+        return lookup(table, tokens, dtype)
+    return table.at[tokens].get(mode="promise_in_bounds").astype(dtype)
+
+
+def _matmul(x: Float[Array, "T in"], weight: Weight, out_dtype: str | None = None) -> Float[Array, "T out"]:
+    """x by a weight whose last dimensions, taken together, are x's width; the others become one. In x's dtype or out_dtype.
+
+    Two-dimensional on purpose: XLA's CPU backend multiplies by weights of more dimensions several times slower.
+    """
+    if isinstance(weight, QuantizedWeight):
+        flat = QuantizedWeight(weight.values.reshape(-1, x.shape[1]), weight.scales.reshape(-1), kind=weight.kind)
+        return quantized_matmul(x, flat, out_dtype=out_dtype)
+    flat_weight = weight.reshape(-1, x.shape[1])
+    product = jnp.einsum("ti,oi->to", x, flat_weight, preferred_element_type=jnp.float32)
+    return product.astype(out_dtype or x.dtype)

@@ -12,16 +12,23 @@ from typing import Any
 from jaxkv.models.config import ModelConfig
 
 Params = dict[str, Any]
-"""Nested dict of arrays, in the shape of `declare_params`."""
+"""Nested dict of arrays, in the shape of `declare_params`. A quantized weight is a QuantizedWeight whose scales lack the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """shape; axes: one logical axis name (or None) per dimension; norm: kept in float32 whatever the model dtype."""
+    """shape; axes: one logical axis name (or None) per dimension; inputs: how many of the last dimensions a matmul contracts.
+
+    A norm has no inputs: it is kept in float32 whatever the model's dtype, and never quantized.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    norm: bool = False
+    inputs: int = 1
+
+    @property
+    def norm(self) -> bool:
+        return self.inputs == 0
 
 
 def declare_params(config: ModelConfig) -> dict[str, Any]:
@@ -30,12 +37,12 @@ def declare_params(config: ModelConfig) -> dict[str, Any]:
     K, G, D = config.num_kv_heads, config.group_size, config.head_dim
     tree: dict[str, Any] = {
         "embed": ParamSpec((V, E), ("vocab", None)),
-        "final_norm": ParamSpec((E,), (None,), norm=True),
+        "final_norm": ParamSpec((E,), (None,), inputs=0),
         "layers": {
-            "attn_norm": ParamSpec((L, E), (None, None), norm=True),
+            "attn_norm": ParamSpec((L, E), (None, None), inputs=0),
             "qkv": ParamSpec((L, K, G + 2, D, E), (None, "kv_heads", None, None, None)),
-            "o": ParamSpec((L, E, K, G, D), (None, None, "kv_heads", None, None)),
-            "mlp_norm": ParamSpec((L, E), (None, None), norm=True),
+            "o": ParamSpec((L, E, K, G, D), (None, None, "kv_heads", None, None), inputs=3),
+            "mlp_norm": ParamSpec((L, E), (None, None), inputs=0),
             "gate_up": ParamSpec((L, 2, F, E), (None, None, "mlp", None)),
             "down": ParamSpec((L, E, F), (None, None, "mlp")),
         },

@@ -7,12 +7,16 @@ does not divide is padded with heads of zeros, which change nothing in the outpu
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
 
+import jax
 import numpy as np
 
 from jaxkv.core.errors import ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 
 def split_heads(config: ModelConfig, shards: int) -> ModelConfig:
@@ -42,20 +46,36 @@ def split_params(config: ModelConfig, target: ModelConfig, params: Params) -> Pa
         return params
     layers = dict(params["layers"])
     copies = config.group_size // target.group_size
-    layers["qkv"] = _pad(_copy_groups(layers["qkv"], copies), 1, target.num_kv_heads)
-    o = layers["o"]
-    L, E, K, G, D = o.shape
-    layers["o"] = _pad(o.reshape(L, E, K * copies, G // copies, D), 2, target.num_kv_heads)
-    layers["gate_up"] = _pad(layers["gate_up"], 2, target.intermediate_size)
-    layers["down"] = _pad(layers["down"], 2, target.intermediate_size)
+
+    def split_qkv(array: np.ndarray) -> np.ndarray:
+        return _pad(_copy_groups(array, copies), 1, target.num_kv_heads)
+
+    def widen(array: np.ndarray) -> np.ndarray:
+        return _pad(array, 2, target.intermediate_size)
+
+    def split_o(array: np.ndarray) -> np.ndarray:
+        L, E, K, G, D = array.shape
+        return _pad(array.reshape(L, E, K * copies, G // copies, D), 2, target.num_kv_heads)
+
+    layers["qkv"] = jax.tree.map(split_qkv, layers["qkv"])
+    layers["gate_up"] = jax.tree.map(widen, layers["gate_up"])
+    layers["o"] = _on_values(split_o, layers["o"])
+    layers["down"] = _on_values(widen, layers["down"])
     return {**params, "layers": layers}
 
 
+def _on_values(change: Callable[[np.ndarray], np.ndarray], weight: Any) -> Any:
+    """Changes a weight along its inputs, which the scales of a quantized one do not have."""
+    if isinstance(weight, QuantizedWeight):
+        return dataclasses.replace(weight, values=cast(Any, change(cast(Any, weight.values))))
+    return change(weight)
+
+
 def _copy_groups(qkv: np.ndarray, copies: int) -> np.ndarray:
-    """[L, K, G+2, D, E] -> [L, K*copies, G/copies+2, D, E]: queries dealt in order, key and value repeated."""
-    L, K, rows, D, E = qkv.shape
+    """[L, K, G+2, D, ...] -> [L, K*copies, G/copies+2, D, ...]: queries dealt in order, key and value repeated."""
+    L, K, rows, *rest = qkv.shape
     G = rows - 2
-    queries = qkv[:, :, :G].reshape(L, K * copies, G // copies, D, E)
+    queries = qkv[:, :, :G].reshape(L, K * copies, G // copies, *rest)
     kv = np.repeat(qkv[:, :, G:], copies, axis=1)
     return np.concatenate([queries, kv], axis=2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxkv.core.errors import ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params, ParamSpec, declare_params
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 LOGICAL_TO_MESH: dict[str, str] = {"vocab": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 
@@ -36,15 +37,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def param_shardings(mesh: Mesh, config: ModelConfig) -> dict[str, Any]:
+def param_shardings(mesh: Mesh, config: ModelConfig, *, quantized: bool) -> dict[str, Any]:
     """A parameter-shaped tree of shardings. An axis that does not divide over its mesh axis is replicated."""
 
-    def sharding(spec: ParamSpec) -> NamedSharding:
+    def sharding(spec: ParamSpec) -> Any:
         axes = [
             LOGICAL_TO_MESH[name] if name and size % mesh.shape[LOGICAL_TO_MESH[name]] == 0 else None
             for name, size in zip(spec.axes, spec.shape, strict=True)
         ]
-        return NamedSharding(mesh, PartitionSpec(*axes))
+        values = NamedSharding(mesh, PartitionSpec(*axes))
+        if spec.norm or not quantized:
+            return values
+        scales: Any = NamedSharding(mesh, PartitionSpec(*axes[: len(axes) - spec.inputs]))
+        return QuantizedWeight(cast(Any, values), scales, kind="int8")
 
     shardings: dict[str, Any] = jax.tree.map(
         sharding, declare_params(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
@@ -54,5 +59,6 @@ def param_shardings(mesh: Mesh, config: ModelConfig) -> dict[str, Any]:
 
 def put_params(mesh: Mesh, config: ModelConfig, params: Params) -> Params:
     """Moves a host parameter tree (numpy) onto the mesh."""
-    placed: Params = jax.tree.map(jax.device_put, params, param_shardings(mesh, config))
+    quantized = isinstance(params["embed"], QuantizedWeight)
+    placed: Params = jax.tree.map(jax.device_put, params, param_shardings(mesh, config, quantized=quantized))
     return placed

@@ -21,6 +21,7 @@ from jaxkv.runtime.mesh import replicated
 from jaxkv.runtime.sampler import SamplingFlags
 from jaxkv.runtime.step import StepOutput, StepSpec, make_step
 from jaxkv.runtime.step_batch import Buckets, Chunk, build_batch, empty_batch, no_flags
+from pallas_kernels.kv_layout import read_pages
 
 log = logging.getLogger("jaxkv")
 
@@ -55,25 +56,26 @@ class Runner:
         """Compiles everything that serving calls, by running it on padding."""
         started = time.monotonic()
         padding_slot = self.buckets.max_num_seqs
+        shapes = self.buckets.shapes()
+        log.info("warm-up: compiling %d step shapes (slow at the first start; compiled steps are cached)", len(shapes))
         with self._guard.watch():
             self.seat(
                 padding_slot, SamplingParams(temperature=0.0, max_tokens=1, presence_penalty=1.0), (), 0, [0], [0]
             )
-            for T, W in self.buckets.shapes():
+            for done, (T, W) in enumerate(shapes, start=1):
                 S = self.buckets.sequences(T)
                 batch = empty_batch(T, W, S, no_flags(), trash_page=self.num_blocks, padding_slot=padding_slot)
                 self.pool, self._state, output = self._step(self._params, self.pool, self._state, batch)
                 jax.block_until_ready(output)
+                log.info("warm-up: %d of %d shapes ready after %.1f s", done, len(shapes), time.monotonic() - started)
         self._warm_compilations = self._guard.compilations
-        count = len(self.buckets.shapes())
-        log.info("warm-up: %d step shapes ready in %.1f s", count, time.monotonic() - started)
 
     def seat(
         self, slot: int, params: SamplingParams, stop_ids: Seq[int], seed: int, prompt: Seq[int], output: Seq[int]
     ) -> None:
         """Gives a slot to a sequence that starts, or resumes with `output` generated before."""
         V = self.spec.model.vocab_size
-        row = slot_state.slot_row(params, stop_ids, seed, len(output), V)
+        row = slot_state.slot_row(params, stop_ids, seed, prompt, output, V)
         with self._guard.watch():
             self._state = self._seat(self._state, np.int32(slot), row)
             if slot_state.uses_history(params):
@@ -91,23 +93,42 @@ class Runner:
 
     def restore(self) -> bool:
         """After a failed step: makes pool and state anew if the step took them with it. True when their content is lost."""
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves((self.pool, self._state)))
+        lost = not self._intact()
         if lost:
             self.pool = create_pool(self.spec.mesh, self.spec.layout, self.num_blocks)
             self._state = self._new_state()
         return lost
 
     def read_pages(self, blocks: Seq[int]) -> np.ndarray:
-        """Pages as stored, in float32: [len(blocks), L, 2, K, page, D]."""
-        (group,) = self.pool
-        ids = [self._checked(block) for block in blocks]
-        return np.moveaxis(np.asarray(group.pages[:, jnp.asarray(ids, jnp.int32)], np.float32), 1, 0)
+        """Keys and values of some pages in float32, scales applied: [len(blocks), L, 2, K, page, D]."""
+        (group,), layout = self.pool, self.spec.layout
+        ids = jnp.asarray([self._checked(block) for block in blocks], jnp.int32)
+        layers = [
+            read_pages(group, jnp.int32(i), ids, layout, jnp.dtype(jnp.float32)) for i in range(layout.num_layers)
+        ]
+        both = [
+            np.stack([np.asarray(keys, np.float32), np.asarray(values, np.float32)], axis=1) for keys, values in layers
+        ]
+        return np.stack(both, axis=1)
 
     def poison(self, blocks: Seq[int]) -> None:
-        """Fills pages with NaN: for tests, which so prove that nobody reads a free page."""
+        """Fills pages with NaN, or their scales where integers are stored: for tests, which so prove that nobody reads a free page."""
         (group,) = self.pool
-        pages = group.pages.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
-        self.pool = (dataclasses.replace(group, pages=jax.device_put(pages, group.pages.sharding)),)
+        name = "pages" if jnp.issubdtype(group.pages.dtype, jnp.floating) else "scales"
+        array = getattr(group, name)
+        poisoned = array.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
+        self.pool = (dataclasses.replace(group, **{name: jax.device_put(poisoned, array.sharding)}),)
+
+    def _intact(self) -> bool:
+        """Whether pool and state hold numbers: a step that fails has given away its buffers, or left the error in them."""
+        leaves = jax.tree.leaves((self.pool, self._state))
+        if any(leaf.is_deleted() for leaf in leaves):
+            return False
+        try:
+            jax.block_until_ready(leaves)
+        except Exception:
+            return False
+        return True
 
     def _checked(self, block: int) -> int:
         """JAX clamps ids that are out of range, so they are checked here."""
@@ -120,4 +141,6 @@ class Runner:
         return slot_state.initial_state(replicated(self.spec.mesh), slots, self.spec.model.vocab_size)
 
     def close(self) -> None:
+        """Lets go of weights, pool and state."""
         self._guard.close()
+        del self.pool, self._state, self._params

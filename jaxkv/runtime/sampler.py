@@ -113,7 +113,7 @@ def _keep_top_p(x: Float[Array, "S V"], top_p: Float[Array, " S"]) -> Float[Arra
     goal = top_p * jnp.sum(weights, axis=-1)
 
     def enough(above: Bool[Array, "S V"]) -> Bool[Array, " S"]:
-        return jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= goal
+        return jnp.any(above, axis=-1) & (jnp.sum(jnp.where(above, weights, 0.0), axis=-1) >= goal)
 
     return jnp.where((top_p < 1.0)[:, None], _keep_above(x, enough), x)
 

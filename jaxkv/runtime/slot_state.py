@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,15 @@ from jaxkv.runtime.arrays import HostOrDevice
 
 HISTORY_CHUNK = 1024
 """Tokens of history that one call of `add_history` takes (a static shape)."""
+_SMALLEST, _LARGEST = 1e-30, 1e30
+"""A repetition penalty beyond these, or a hotter temperature, would overflow float32 when it meets a logit."""
 
 
 @struct.dataclass
 class SlotState:
-    """Arrays over N slots. Counts and `prompt_seen` are kept only for slots that use penalties."""
+    """Arrays over N slots. `prompt_seen`, and the counts of output before the seating, are filled only where penalties use them."""
 
-    last_token: HostOrDevice  # [N] int32
+    last_token: HostOrDevice  # [N] int32, the newest token: known here before the host has read it
     output_len: HostOrDevice  # [N] int32, tokens generated so far: the position that the RNG key folds in
     seed: HostOrDevice  # [N, 2] uint32, key data
     temperature: HostOrDevice  # [N] float32, 0 = greedy
@@ -50,10 +51,9 @@ class SlotState:
 def empty_state(num_slots: int, vocab_size: int) -> SlotState:
     """A state whose slots are all greedy and unbounded; host arrays."""
     N, V = num_slots, vocab_size
-    row = _row(SamplingParams(temperature=0.0, max_tokens=1), (), 0, 0, V)
+    row = slot_row(SamplingParams(temperature=0.0, max_tokens=1), (), 0, [0], [], V)
     rows = {name: np.broadcast_to(value, (N, *np.shape(value))).copy() for name, value in row.items()}
     return SlotState(
-        last_token=np.zeros(N, np.int32),
         output_counts=np.zeros((N, V), np.int32),
         prompt_seen=np.zeros((N, V), np.bool_),
         **rows,
@@ -61,10 +61,38 @@ def empty_state(num_slots: int, vocab_size: int) -> SlotState:
 
 
 def slot_row(
-    params: SamplingParams, stop_ids: Seq[int], seed: int, output_len: int, vocab_size: int
+    params: SamplingParams, stop_ids: Seq[int], seed: int, prompt: Seq[int], output: Seq[int], vocab_size: int
 ) -> dict[str, np.ndarray]:
     """The host values of one slot for `seat`. stop_ids: all ids that end the sequence; params.max_tokens is a number by now."""
-    return _row(params, stop_ids, seed, output_len, vocab_size)
+    stops = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
+    stops[: len(stop_ids)] = list(stop_ids)
+    bias_ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
+    bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
+    bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
+    bias[: len(params.logit_bias)] = list(params.logit_bias.values())
+    floats = {
+        "temperature": min(params.temperature, _LARGEST),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "repetition": min(max(params.repetition_penalty, _SMALLEST), _LARGEST),
+    }
+    ints = {
+        "last_token": output[-1] if output else prompt[-1],
+        "output_len": len(output),
+        "top_k": params.top_k if 0 < params.top_k < vocab_size else vocab_size,
+        "min_tokens": params.min_tokens,
+        "max_tokens": params.max_tokens,
+    }
+    return {
+        **{name: np.asarray(value, np.float32) for name, value in floats.items()},
+        **{name: np.asarray(value, np.int32) for name, value in ints.items()},
+        "seed": np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
+        "stop_ids": stops,
+        "bias_ids": bias_ids,
+        "bias": bias,
+    }
 
 
 def seat(state: SlotState, slot: Int[Array, ""], row: dict[str, Array]) -> SlotState:
@@ -105,32 +133,6 @@ def history_chunks(prompt: Seq[int], output: Seq[int], vocab_size: int) -> list[
 
 def uses_history(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
-def _row(params: SamplingParams, stop_ids: Seq[int], seed: int, output_len: int, vocab_size: int) -> dict[str, Any]:
-    stops = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
-    stops[: len(stop_ids)] = list(stop_ids)
-    bias_ids = np.full(MAX_LOGIT_BIAS, vocab_size, np.int32)
-    bias = np.zeros(MAX_LOGIT_BIAS, np.float32)
-    bias_ids[: len(params.logit_bias)] = list(params.logit_bias)
-    bias[: len(params.logit_bias)] = list(params.logit_bias.values())
-    top_k = params.top_k if 0 < params.top_k < vocab_size else vocab_size
-    return {
-        "output_len": np.int32(output_len),
-        "seed": np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32),
-        "temperature": np.float32(params.temperature),
-        "top_p": np.float32(params.top_p),
-        "min_p": np.float32(params.min_p),
-        "top_k": np.int32(top_k),
-        "presence": np.float32(params.presence_penalty),
-        "frequency": np.float32(params.frequency_penalty),
-        "repetition": np.float32(params.repetition_penalty),
-        "min_tokens": np.int32(params.min_tokens),
-        "max_tokens": np.int32(params.max_tokens if params.max_tokens is not None else 2**31 - 1),
-        "stop_ids": stops,
-        "bias_ids": bias_ids,
-        "bias": bias,
-    }
 
 
 def initial_state(sharding: jax.sharding.Sharding, num_slots: int, vocab_size: int) -> SlotState:

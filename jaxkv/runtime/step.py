@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.cache.pool import KVPool, page_spec, pool_shardings
+from jaxkv.cache.pool import KVPool, pool_shardings, pool_specs
 from jaxkv.models import decoder
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
@@ -21,8 +21,10 @@ from jaxkv.runtime.mesh import param_shardings, replicated
 from jaxkv.runtime.sampler import sample
 from jaxkv.runtime.slot_state import SlotState
 from jaxkv.runtime.step_batch import StepBatch
-from pallas_kernels.kv_layout import KVLayout, KVPages, write_kv
-from pallas_kernels.ragged_paged_attention.api import Backend, ragged_paged_attention
+from pallas_kernels.backends import Backend
+from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.kv_write.api import write_kv
+from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 
 
 @struct.dataclass
@@ -31,18 +33,21 @@ class StepOutput:
 
     tokens: jax.Array  # [S] int32
     broken: jax.Array  # [S] bool: the logits held NaN or +inf, so the token is meaningless
+    finished: jax.Array  # [S] bool: the token is a stop id (past min_tokens) or reaches max_tokens
     logprobs: Logprobs  # [S]
     prompt_logprobs: Logprobs  # [T]
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The static arguments of a step."""
+    """The static arguments of a step. dtype: of activations. quantized: the parameter tree holds QuantizedWeights."""
 
     model: ModelConfig
     layout: KVLayout
     mesh: Mesh
     backend: Backend
+    dtype: str
+    quantized: bool = False
 
 
 StepFn = Callable[[Params, KVPool, SlotState, StepBatch], tuple[KVPool, SlotState, StepOutput]]
@@ -54,7 +59,7 @@ def make_step(spec: StepSpec) -> StepFn:
     return jax.jit(
         lambda params, pool, state, batch: _step(spec, params, pool, state, batch),
         donate_argnums=(1, 2),
-        in_shardings=(param_shardings(spec.mesh, spec.model), pool, everywhere, everywhere),
+        in_shardings=(param_shardings(spec.mesh, spec.model, quantized=spec.quantized), pool, everywhere, everywhere),
         out_shardings=(pool, everywhere, everywhere),
     )
 
@@ -64,7 +69,9 @@ def _step(
 ) -> tuple[KVPool, SlotState, StepOutput]:
     known = state.last_token[batch.slots[batch.token_seqs]]
     tokens = jnp.where(batch.tokens < 0, known, batch.tokens)
-    pool, hidden = decoder.forward(spec.model, params, pool, tokens, batch.positions, _attention(spec, batch))
+    pool, hidden = decoder.forward(
+        spec.model, params, pool, tokens, batch.positions, _attention(spec, batch), dtype=spec.dtype
+    )
 
     def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
         gathered: Array = jax.lax.with_sharding_constraint(decoder.logits(params, rows), replicated(spec.mesh))
@@ -77,10 +84,18 @@ def _step(
     output = StepOutput(
         tokens=sampled,
         broken=~jnp.isfinite(best),
+        finished=_finished(state, batch.slots, sampled),
         logprobs=sampled_logprobs(batch.flags.logprobs, logits, sampled),
         prompt_logprobs=prompt_logprobs(batch.flags.prompt_logprobs, hidden, batch.targets, to_logits),
     )
     return pool, _advance(state, batch, sampled), output
+
+
+def _finished(state: SlotState, slots: Int[Array, " S"], sampled: Int[Array, " S"]) -> Bool[Array, " S"]:
+    length = state.output_len[slots] + 1
+    stopped = jnp.any(state.stop_ids[slots] == sampled[:, None], axis=1) & (length > state.min_tokens[slots])
+    finished: Array = stopped | (length >= state.max_tokens[slots])
+    return finished
 
 
 def _advance(state: SlotState, batch: StepBatch, sampled: Int[Array, " S"]) -> SlotState:
@@ -98,7 +113,7 @@ def _advance(state: SlotState, batch: StepBatch, sampled: Int[Array, " S"]) -> S
 def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
     """Writes the new keys and values and attends, each device on its own KV heads."""
     heads = PartitionSpec(None, "tensor")
-    pages = KVPages(pages=page_spec(spec.layout))  # type: ignore[arg-type]
+    pages = pool_specs(spec.layout)
     scale = spec.model.head_dim**-0.5
     layout = dataclasses.replace(spec.layout, num_kv_heads=spec.layout.num_kv_heads // spec.mesh.shape["tensor"])
 
@@ -106,7 +121,7 @@ def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
         kv: KVPages, layer: Array, q: Array, k: Array, v: Array, batch: StepBatch
     ) -> tuple[KVPages, Float[Array, "T K G D"]]:
         T, K, G, D = q.shape
-        kv = write_kv(kv, layer, k, v, batch.write_pages, batch.write_offsets)
+        kv = write_kv(kv, layer, k, v, batch.write_pages, batch.write_offsets, layout=layout, backend=spec.backend)
         out = ragged_paged_attention(
             q.reshape(T, K * G, D),
             kv,

@@ -15,6 +15,8 @@ from jaxkv.runtime.sampler import SamplingFlags
 
 MIN_ROWS = 8
 """No step has fewer token rows: narrower matmuls are slower on CPU, and no faster elsewhere."""
+FROM_SLOT = -1
+"""In place of a token id: the slot's newest token, which the device may know before the host does."""
 _ROW_MULTIPLE = 32
 _MIN_TABLE_WIDTH = 1024
 _TABLE_GROWTH = 8
@@ -24,7 +26,7 @@ _TABLE_GROWTH = 8
 class StepBatch:
     """One step's tokens on a flat axis. T rows, S sequences, W page-table columns; unused entries are padding."""
 
-    tokens: HostOrDevice  # [T] int32; -1: the slot's last sampled token, which only the device may know yet
+    tokens: HostOrDevice  # [T] int32, or FROM_SLOT
     positions: HostOrDevice  # [T] int32
     token_seqs: HostOrDevice  # [T] int32: which of the S sequences a row belongs to
     write_pages: HostOrDevice  # [T] int32; the trash page for rows that must not write
@@ -61,8 +63,8 @@ class Buckets:
         return T, W
 
     def sequences(self, T: int) -> int:
-        """S of a bucket of T rows: never more sequences than rows."""
-        return min(T, self.max_num_seqs)
+        """S of a bucket of T rows: never more sequences than rows, nor fewer logit rows than MIN_ROWS."""
+        return min(T, max(self.max_num_seqs, MIN_ROWS))
 
 
 def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, max_pages: int) -> Buckets:
@@ -71,8 +73,7 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, max_pages: i
     while size < max_num_batched_tokens:
         tokens.append(size)
         size *= 2
-    last = max(max_num_batched_tokens, MIN_ROWS)
-    tokens.append(last if last <= _ROW_MULTIPLE and last == size else -(-last // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+    tokens.append(min(size, -(-max_num_batched_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE))
     widths, width = [], _MIN_TABLE_WIDTH
     while width < max_pages:
         widths.append(width)
@@ -84,7 +85,7 @@ def make_buckets(*, max_num_batched_tokens: int, max_num_seqs: int, max_pages: i
 class Chunk:
     """One sequence's part of a step, as the batch builder needs it.
 
-    tokens: ids of the rows, or -1 for a token that only the device knows. start: position of the first row.
+    tokens: ids of the rows, or FROM_SLOT. start: position of the first row.
     write_start: rows below this position do not write K and V. block_ids: pages in order of position.
     targets: for prompt_logprobs the tokens that follow each row, else empty.
     """

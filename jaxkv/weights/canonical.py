@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from jaxkv.core.errors import ModelLoadError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params, ParamSpec, declare_params
 from jaxkv.weights.tensor_reader import FloatArray, TensorReader
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight, quantize
 
 _CHUNK_ELEMENTS = 16 * 2**20
 """A tensor is read in pieces of about this many elements: 64 MiB of float32 is all that is held beside the result."""
@@ -34,19 +36,20 @@ class _Slot:
 
     name: str
     shape: tuple[int, ...]
-    target: NDArray[Any]
+    target: NDArray[Any] | QuantizedWeight
 
 
-def build_params(config: ModelConfig, reader: TensorReader, dtype: str) -> Params:
+def build_params(config: ModelConfig, reader: TensorReader, dtype: str, quantization: str | None = None) -> Params:
     """The host tree (numpy) of `declare_params(config)`: norms in float32, everything else in `dtype`.
 
-    dtype: "float32" or "bfloat16". Raises ModelLoadError that names a tensor which is missing, left over or of a wrong
+    dtype: "float32" or "bfloat16". quantization: "int8" makes everything but norms QuantizedWeights, chunk by chunk while reading,
+    one scale per output. Raises ModelLoadError that names a tensor which is missing, left over or of a wrong
     shape (before any is read), or not finite.
     """
     specs = declare_params(config)
     try:
         _check_accounted(config, reader, _tree(specs, _stand_in))
-        params = _tree(specs, lambda spec: np.empty(spec.shape, np.float32 if spec.norm else _DTYPES[dtype]))
+        params = _tree(specs, lambda spec: _allocate(spec, dtype, quantization))
     except (MemoryError, ValueError) as error:  # numpy's words for "too large"
         raise ModelLoadError(f"{reader.where}: the weights in {dtype} do not fit in memory: {error}") from error
     for slot in _slots(config, params):
@@ -54,8 +57,21 @@ def build_params(config: ModelConfig, reader: TensorReader, dtype: str) -> Param
     return params
 
 
-def _tree(specs: dict[str, Any], make: Callable[[ParamSpec], NDArray[Any]]) -> Params:
+def _tree(specs: dict[str, Any], make: Callable[[ParamSpec], Any]) -> Params:
     return {name: _tree(spec, make) if isinstance(spec, dict) else make(spec) for name, spec in specs.items()}
+
+
+def _allocate(spec: ParamSpec, dtype: str, quantization: str | None) -> Any:
+    if spec.norm or quantization is None:
+        return np.empty(spec.shape, np.float32 if spec.norm else _DTYPES[dtype])
+    values: Any = np.empty(spec.shape, np.int8)
+    scales: Any = np.empty(spec.shape[: len(spec.shape) - spec.inputs], np.float32)
+    return QuantizedWeight(values, scales, kind="int8")
+
+
+def _part(weight: Any, *at: Any) -> Any:
+    """A view of a weight, quantized or not."""
+    return jax.tree.map(lambda array: array[at], weight)
 
 
 def _stand_in(spec: ParamSpec) -> NDArray[Any]:
@@ -71,14 +87,14 @@ def _slots(config: ModelConfig, params: Params) -> Iterator[_Slot]:
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
         yield _Slot(prefix + "input_layernorm.weight", (E,), layers["attn_norm"][i])
-        yield _Slot(prefix + "self_attn.q_proj.weight", (K * G * D, E), layers["qkv"][i, :, :G])
-        yield _Slot(prefix + "self_attn.k_proj.weight", (K * D, E), layers["qkv"][i, :, G])
-        yield _Slot(prefix + "self_attn.v_proj.weight", (K * D, E), layers["qkv"][i, :, G + 1])
-        yield _Slot(prefix + "self_attn.o_proj.weight", (E, K * G * D), layers["o"][i])
+        yield _Slot(prefix + "self_attn.q_proj.weight", (K * G * D, E), _part(layers["qkv"], i, slice(None), slice(G)))
+        yield _Slot(prefix + "self_attn.k_proj.weight", (K * D, E), _part(layers["qkv"], i, slice(None), G))
+        yield _Slot(prefix + "self_attn.v_proj.weight", (K * D, E), _part(layers["qkv"], i, slice(None), G + 1))
+        yield _Slot(prefix + "self_attn.o_proj.weight", (E, K * G * D), _part(layers["o"], i))
         yield _Slot(prefix + "post_attention_layernorm.weight", (E,), layers["mlp_norm"][i])
-        yield _Slot(prefix + "mlp.gate_proj.weight", (F, E), layers["gate_up"][i, 0])
-        yield _Slot(prefix + "mlp.up_proj.weight", (F, E), layers["gate_up"][i, 1])
-        yield _Slot(prefix + "mlp.down_proj.weight", (E, F), layers["down"][i])
+        yield _Slot(prefix + "mlp.gate_proj.weight", (F, E), _part(layers["gate_up"], i, 0))
+        yield _Slot(prefix + "mlp.up_proj.weight", (F, E), _part(layers["gate_up"], i, 1))
+        yield _Slot(prefix + "mlp.down_proj.weight", (E, F), _part(layers["down"], i))
     yield _Slot("model.norm.weight", (E,), params["final_norm"])
     if not config.tie_embeddings:
         yield _Slot(_LM_HEAD, (V, E), params["lm_head"])
@@ -127,7 +143,7 @@ def _check_same(reader: TensorReader, name: str, other: str) -> None:
 
 def _fill(slot: _Slot, reader: TensorReader) -> None:
     """Copies in chunks along the target's first axis, so that a chunk of query or key rows always holds whole heads."""
-    steps = slot.target.shape[0]
+    steps = jax.tree.leaves(slot.target)[0].shape[0]
     rows = slot.shape[0] // steps
     chunk = max(1, _CHUNK_ELEMENTS * steps // math.prod(slot.shape))
     for start in range(0, steps, chunk):
@@ -135,7 +151,16 @@ def _fill(slot: _Slot, reader: TensorReader) -> None:
         values = reader.read(slot.name, start * rows, stop * rows)
         if not _all_finite(values):
             raise ModelLoadError(f"{reader.where}: tensor {reader.spelled(slot.name)} holds NaN or infinity")
-        target = slot.target[start:stop]
+        _store(_part(slot.target, slice(start, stop)), values)
+
+
+def _store(target: Any, values: FloatArray) -> None:
+    """Copies rows into a part of the tree, quantizing them on the way where it is quantized."""
+    if isinstance(target, QuantizedWeight):
+        quantized = quantize(values.reshape(math.prod(target.scales.shape), -1), "int8")
+        target.values[...] = quantized.values.reshape(target.values.shape)
+        target.scales[...] = quantized.scales.reshape(target.scales.shape)
+    else:
         target[...] = values.reshape(target.shape)
 
 

@@ -10,8 +10,6 @@ from jaxkv.weights.gguf_header import GGUFHeader
 from jaxkv.weights.keys import Keys
 
 _PREFIX = "tokenizer.ggml."
-# Where the file does not say whether a begin-of-sequence token goes first, these pre-tokenizers' models want it.
-_BOS_BY_DEFAULT = ("llama3", "llama-v3", "llama-bpe")
 
 
 def gguf_tokenizer_data(header: GGUFHeader) -> TokenizerData:
@@ -44,8 +42,8 @@ def gguf_tokenizer_data(header: GGUFHeader) -> TokenizerData:
         eom_id=ids["eom"],
         unk_id=unknown,
         pad_id=ids["padding"],
-        add_bos=keys.flag_or("add_bos_token", model == "llama" or pre in _BOS_BY_DEFAULT),
-        add_eos=keys.flag_or("add_eos_token", False),
+        add_bos=keys.flag_or("add_bos_token", None),
+        add_eos=keys.flag_or("add_eos_token", None),
         add_space_prefix=keys.flag_or("add_space_prefix", True),
         chat_template=_chat_template(header),
     )

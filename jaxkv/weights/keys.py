@@ -57,7 +57,7 @@ class Keys:
             raise self.refuse(key, f"it must be a finite number above {above:g}")
         return float(value)
 
-    def flag_or(self, key: str, default: bool) -> bool:
+    def flag_or(self, key: str, default: T) -> bool | T:
         value = self.peek(key)
         if value is None:
             return default

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from jaxkv.core.config import Quantization
 from jaxkv.core.tokenizer_data import TokenizerData
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
@@ -48,18 +49,20 @@ def read_config(source: ModelSource) -> ModelConfig:
     return read_hf_config(source.path)
 
 
-def load_model(source: ModelSource, dtype: WeightDType) -> LoadedModel:
-    """Loads the whole model into host memory, weights in `dtype`, norms in float32.
+def load_model(source: ModelSource, dtype: WeightDType, quantization: Quantization | None = None) -> LoadedModel:
+    """Loads the whole model into host memory, weights in `dtype`, or int8, norms in float32.
 
     Beside the result it holds one piece of one tensor at a time. Raises ModelLoadError that names the file and the key
     or tensor at fault.
     """
     if source.kind == "gguf":
-        return _load_gguf(source, read_gguf_header(source.path), dtype)
-    return _load_hf_dir(source, dtype)
+        return _load_gguf(source, read_gguf_header(source.path), dtype, quantization)
+    return _load_hf_dir(source, dtype, quantization)
 
 
-def _load_gguf(source: ModelSource, header: GGUFHeader, dtype: WeightDType) -> LoadedModel:
+def _load_gguf(
+    source: ModelSource, header: GGUFHeader, dtype: WeightDType, quantization: Quantization | None
+) -> LoadedModel:
     config = gguf_model_config(header)
     tokenizer = gguf_tokenizer_data(header)
     reader = GGUFTensors(header, config)
@@ -67,7 +70,7 @@ def _load_gguf(source: ModelSource, header: GGUFHeader, dtype: WeightDType) -> L
     return LoadedModel(
         source=source,
         config=config,
-        params=build_params(config, reader, dtype),
+        params=build_params(config, reader, dtype, quantization),
         tokenizer_data=tokenizer,
         generation_config=sampling_defaults(header.metadata, str(header.path), GGUF_SPELLING),
         eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
@@ -75,7 +78,7 @@ def _load_gguf(source: ModelSource, header: GGUFHeader, dtype: WeightDType) -> L
     )
 
 
-def _load_hf_dir(source: ModelSource, dtype: WeightDType) -> LoadedModel:
+def _load_hf_dir(source: ModelSource, dtype: WeightDType, quantization: Quantization | None) -> LoadedModel:
     config = read_hf_config(source.path)
     generation_path = source.path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
@@ -83,7 +86,7 @@ def _load_hf_dir(source: ModelSource, dtype: WeightDType) -> LoadedModel:
     return LoadedModel(
         source=source,
         config=config,
-        params=build_params(config, reader, dtype),
+        params=build_params(config, reader, dtype, quantization),
         tokenizer_data=None,
         generation_config=sampling_defaults(generation, str(generation_path), HF_SPELLING),
         eos_ids=hf_eos_ids(generation, read_json(source.path / "config.json")),

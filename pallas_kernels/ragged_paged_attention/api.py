@@ -5,28 +5,35 @@ Every phase of serving goes through this one entry point, on every backend.
 
 from __future__ import annotations
 
-from typing import Literal
-
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backends import Backend
 from pallas_kernels.kv_layout import KVLayout, KVPages
-from pallas_kernels.ragged_paged_attention import reference
-
-Backend = Literal["reference"]
-BACKENDS: tuple[Backend, ...] = ("reference",)
+from pallas_kernels.native import library
+from pallas_kernels.ragged_paged_attention import cpu_native, mosaic_gpu, mosaic_tpu, mosaic_tpu_plan, reference
 
 
-def check_supported(backend: str, layout: KVLayout, *, num_heads: int) -> None:
+def check_supported(backend: Backend, layout: KVLayout, *, num_heads: int) -> None:
     """Raises ValueError that names what `backend` cannot do for this pool. Called when an engine is built."""
-    if backend not in BACKENDS:
-        raise ValueError(f"attention backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
     if num_heads % layout.num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads cannot be grouped over {layout.num_kv_heads} KV heads: one must divide the other"
         )
-    if jnp.dtype(layout.dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-        raise ValueError(f"attention backend {backend!r} reads float32 and bfloat16 pools, not {layout.dtype}")
+    if backend == "cpu_native":
+        cpu_native.check_supported(layout)
+    elif backend == "mosaic_tpu":
+        mosaic_tpu_plan.check(layout, num_heads=num_heads)
+    elif backend == "mosaic_gpu":
+        mosaic_gpu.check_supported(layout, num_heads=num_heads)
+
+
+def prepare(backend: Backend) -> None:
+    """Makes ready what `backend` needs in this process: cpu_native builds its library, once for a machine.
+
+    Raises NativeBuildError with one line of reason where that is not possible. Called when an engine is built.
+    """
+    if backend == "cpu_native":
+        library.load()
 
 
 def ragged_paged_attention(
@@ -55,9 +62,27 @@ def ragged_paged_attention(
     sliding_window: keys that a query sees, itself included. logit_soft_cap: cap * tanh(score / cap).
     sinks: one extra logit per head that takes part in the softmax with a value of zero.
     """
-    if backend != "reference":
-        raise ValueError(f"attention backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
+    batch = (q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs)
+    if backend == "mosaic_tpu":
+        return mosaic_tpu.attend(
+            *batch,
+            layout=layout,
+            scale=scale,
+            sliding_window=sliding_window,
+            logit_soft_cap=logit_soft_cap,
+            sinks=sinks,
+        )
+    if backend == "mosaic_gpu":
+        spec = mosaic_gpu.call_spec(
+            layout,
+            num_heads=q.shape[1],
+            scale=scale,
+            sliding_window=sliding_window,
+            logit_soft_cap=logit_soft_cap,
+            has_sinks=sinks is not None,
+        )
+        return mosaic_gpu.attend(*batch, spec=spec, sinks=sinks)
     scoring = reference.Scoring(scale, sliding_window, logit_soft_cap)
-    return reference.attend(
-        q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs, layout=layout, scoring=scoring, sinks=sinks
-    )
+    if backend == "cpu_native":
+        return cpu_native.attend(*batch, scoring=scoring, sinks=sinks)
+    return reference.attend(*batch, layout=layout, scoring=scoring, sinks=sinks)

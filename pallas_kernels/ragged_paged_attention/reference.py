@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_layout import KVLayout, KVPages, gather_pages
+from pallas_kernels.kv_layout import KVLayout, KVPages, read_pages
 
 DECODE_BLOCK_TOKENS = 128
 PREFILL_BLOCK_TOKENS = 128
@@ -100,9 +100,8 @@ def _decode(
 
     def visit(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         ids = jax.lax.dynamic_slice_in_dim(page_table, step * block_pages, block_pages, axis=1)
-        pages = gather_pages(kv, layer, ids)
-        keys = jnp.moveaxis(pages[:, :, 0], 2, 1).reshape(S, K, block, D)
-        values = jnp.moveaxis(pages[:, :, 1], 2, 1).reshape(S, K, block, D)
+        by_page = read_pages(kv, layer, ids, layout, q.dtype)
+        keys, values = (jnp.moveaxis(part, 2, 1).reshape(S, K, block, D) for part in by_page)
         key_at = step * block + jnp.arange(block)
         seen = scoring.visible(at[:, None], key_at[None, :])
         dots = jnp.einsum("skgd,sktd->skgt", queries, keys, preferred_element_type=jnp.float32)
@@ -151,11 +150,10 @@ def _prefill(
 
         def visit(step: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             ids = jax.lax.dynamic_slice_in_dim(page_table[s], step * block_pages, block_pages)
-            pages = gather_pages(kv, layer, ids)
-            keys = jnp.moveaxis(pages[:, 0], 1, 0).reshape(K, block, D)
+            by_page = read_pages(kv, layer, ids, layout, q.dtype)
+            keys, values = (jnp.moveaxis(part, 1, 0).reshape(K, block, D) for part in by_page)
             key_at = step * block + jnp.arange(block)
             in_context = key_at < kv_lens[s]
-            values = jnp.moveaxis(pages[:, 1], 1, 0).reshape(K, block, D)
             values = jnp.where(in_context[None, :, None], values, jnp.zeros((), values.dtype))
             seen = scoring.visible(query_at[:, None], key_at[None, :]) & in_context[None, :]
             seen = jnp.broadcast_to(seen, (G, tile, block)).reshape(1, G * tile, block)

@@ -54,7 +54,8 @@ def test_shards_hold_their_part_of_each_page() -> None:
 
 
 def test_no_more_than_can_be_used() -> None:
-    assert plan(max_num_seqs=2).num_blocks == 2 * 16
+    assert plan(max_num_seqs=2).num_blocks == 2 * 2 * 16
+    assert plan(max_num_seqs=2, kv_cache_memory_bytes=701 * PAGE).num_blocks == 700
 
 
 @pytest.mark.parametrize(

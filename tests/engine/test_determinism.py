@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.tiny_engine import tiny_engine
-from fixtures.workload import Answer, mixed_jobs, run_alone, run_together
+from fixtures.workload import Answer, answer_of, mixed_jobs, run_alone, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv import Engine
+from jaxkv import Engine, RequestDelta, SamplingParams, join_deltas
 
 JOBS = mixed_jobs(32)
 
@@ -77,20 +77,43 @@ def test_free_pages_may_hold_anything(engine: Engine, alone: list[Answer]) -> No
 )
 def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[int], gaps: list[int]) -> None:
     ids: dict[str, int] = {}
-    texts: dict[int, dict[int, str]] = {index: {} for index in order}
+    deltas: dict[int, list[RequestDelta]] = {index: [] for index in order}
+
+    def step() -> None:
+        engine.poison_free_pages()
+        for delta in engine.step():
+            if delta.request_id in ids:
+                deltas[ids[delta.request_id]].append(delta)
+
     for index, gap in zip(order, gaps, strict=True):
         ids[engine.add_request(JOBS[index].prompt, JOBS[index].params)] = index
+        engine.add_request("an unseeded neighbour", SamplingParams(max_tokens=gap + 1))
         for _ in range(gap):
-            _gather(engine, ids, texts)
+            step()
     while engine.has_unfinished:
-        _gather(engine, ids, texts)
+        step()
     engine.check()
     for index in order:
-        assert tuple(texts[index][i] for i in sorted(texts[index])) == alone[index].texts
+        assert answer_of(join_deltas(deltas[index])) == alone[index]
 
 
-def _gather(engine: Engine, ids: dict[str, int], texts: dict[int, dict[int, str]]) -> None:
-    for delta in engine.step():
-        mine = texts[ids[delta.request_id]]
-        for choice in delta.choices:
-            mine[choice.index] = mine.get(choice.index, "") + choice.text
+def test_on_the_xla_path(alone: list[Answer]) -> None:
+    """The engine's own choice on a CPU is native code, where a compiler is found."""
+    assert run_together(tiny_engine(num_blocks=128, max_num_seqs=32, attention_backend="reference"), JOBS) == alone
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cpu_native", "int8"), ("reference", "int8"), ("reference", "fp8_e4m3"), ("reference", "fp8_e5m2")],
+)
+def test_quantized_pages(backend: str, dtype: str) -> None:
+    """Against the same pages alone: in a batch, with the prefix cached, and preempted. A page holds a byte per element."""
+    settings = {"attention_backend": backend, "kv_cache_dtype": dtype, "kv_cache_memory_bytes": 400_000}
+    jobs = [job for job in JOBS if job.params.prompt_logprobs is None]
+    engine = tiny_engine(max_num_seqs=16, max_model_len=64, **settings)
+    alone = [run_together(engine, [job])[0] for job in jobs]
+    assert run_together(engine, jobs) == alone
+    (group,) = engine._runner.pool
+    assert group.pages.nbytes == group.pages.size
+    engine.poison_free_pages()
+    assert run_together(engine, jobs) == alone

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.byte_tokenizer import byte_tokenizer
-from oracle.goldens import TINY_NAMES, Golden, load_goldens, load_tiny_golden
+from oracle.goldens import TINY_NAMES, load_goldens, load_tiny_golden
 
 from jaxkv import Engine, EngineConfig, SamplingParams
 from jaxkv.engine.build import assemble
@@ -99,4 +99,3 @@ def test_goldens_are_varied() -> None:
     assert len(set(names)) == len(names) >= 12
     assert max(len(golden.prompt_ids) for golden in GOLDENS) > 1400
     assert any(golden.messages for golden in GOLDENS)
-    assert all(isinstance(golden, Golden) for golden in GOLDENS)

@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", type=Path, required=True, help="the default model's file")
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
+    parser.add_argument("--only", nargs="*", help="names of cases; all if not given")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     (arguments.out / "tiny").mkdir(parents=True, exist_ok=True)
@@ -37,7 +38,9 @@ def main() -> None:
         np.savez_compressed(arguments.out / "tiny" / f"{directory.name}.npz", **tiny_golden(directory))
     model = load(arguments.gguf.parent, gguf_file=arguments.gguf.name)
     tokenizer = load_tokenizer(arguments.gguf)
-    goldens = [golden(model, tokenizer, case) for case in json.loads((HERE / "cases.json").read_text(encoding="utf-8"))]
+    cases = json.loads((HERE / "cases.json").read_text(encoding="utf-8"))
+    chosen = [case for case in cases if arguments.only is None or case["name"] in arguments.only]
+    goldens = [golden(model, tokenizer, case) for case in chosen]
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False, separators=(",", ":")) for entry in goldens)
     (arguments.out / "goldens.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 

@@ -13,6 +13,8 @@ from oracle.goldens import HERE, TINY_NAMES, load_goldens, load_tiny_golden
 from jaxkv.weights.catalog import DEFAULT_MODEL
 from jaxkv.weights.hub import resolve
 
+LIVE = ("english", "spanish", "chat_turns", "single_token")
+"""The cases that are asked again, of many: each takes the reference a minute of two cores."""
 ORACLE = HERE.parents[1] / ".venv-oracle" / "bin" / "python"
 
 
@@ -34,7 +36,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the reference environment is not built: make oracle")
     out = tmp_path_factory.mktemp("live")
     gguf = resolve(DEFAULT_MODEL).path
-    command = [str(ORACLE), str(HERE / "make_goldens.py"), "--gguf", str(gguf), "--out", str(out)]
+    command = [str(ORACLE), str(HERE / "make_goldens.py"), "--gguf", str(gguf), "--out", str(out), "--only", *LIVE]
     subprocess.run(command, check=True, capture_output=True)
     return out
 
@@ -43,7 +45,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1800)
 def test_the_reference_still_says_the_same(live: Path) -> None:
     """Up to what another thread count changes: sums in another order, and ties that fall the other way."""
-    for old, new in zip(load_goldens(), load_goldens(live), strict=True):
+    committed = [golden for golden in load_goldens() if golden.name in LIVE]
+    assert len(committed) == len(LIVE)
+    for old, new in zip(committed, load_goldens(live), strict=True):
         assert (old.name, old.text, old.prompt_ids) == (new.name, new.text, new.prompt_ids)
         np.testing.assert_allclose(floats(old.prompt_logprobs[1:]), floats(new.prompt_logprobs[1:]), atol=1e-3)
         sure = old.sure_length

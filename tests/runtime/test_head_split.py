@@ -33,7 +33,7 @@ def dense_attention(cache: None, layer: Array, q: Array, k: Array, v: Array) -> 
 def hidden(config: ModelConfig, params: Params) -> np.ndarray:
     tokens = jnp.array([5, 200, 31, 31, 90])
     params = jax.tree.map(jnp.asarray, params)
-    _, out = decoder.forward(config, params, None, tokens, jnp.arange(5), dense_attention)
+    _, out = decoder.forward(config, params, None, tokens, jnp.arange(5), dense_attention, dtype="float32")
     return np.asarray(out)
 
 

@@ -31,7 +31,9 @@ def state_of(
     state = jax.tree.map(jnp.asarray, slot_state.empty_state(len(params) + 1, V))
     for slot, p in enumerate(params):
         output = outputs[slot] if outputs else []
-        row = slot_state.slot_row(p, stop_ids, seeds[slot] if seeds else slot, len(output), V)
+        row = slot_state.slot_row(
+            p, stop_ids, seeds[slot] if seeds else slot, prompts[slot] if prompts else [0], output, V
+        )
         state = slot_state.seat(state, np.int32(slot), row)
         for prompt_ids, output_ids in slot_state.history_chunks(prompts[slot] if prompts else [], output, V):
             state = slot_state.add_history(state, np.int32(slot), prompt_ids, output_ids)

@@ -22,7 +22,10 @@ def test_the_pool_is_aliased_and_never_copied(shards: int) -> None:
     mesh = build_mesh(shards)
     buckets = make_buckets(max_num_batched_tokens=16, max_num_seqs=8, max_pages=16)
     runner = Runner(
-        StepSpec(TINY, LAYOUT, mesh, "reference"), put_params(mesh, TINY, random_params(TINY)), buckets, NUM_BLOCKS
+        StepSpec(TINY, LAYOUT, mesh, "reference", "float32"),
+        put_params(mesh, TINY, random_params(TINY)),
+        buckets,
+        NUM_BLOCKS,
     )
     batch = empty_batch(16, 16, 8, no_flags(), trash_page=NUM_BLOCKS, padding_slot=8)
     compiled = runner._step.lower(runner._params, runner.pool, runner._state, batch).compile()

@@ -235,7 +235,7 @@ def run_machine(max_examples: int, *, derandomize: bool, phases: tuple[Phase, ..
 def test_a_hundred_thousand_random_operations() -> None:
     run_machine(750, derandomize=True, phases=(Phase.generate,))  # shrinking a failure is left to the slow test
     assert Workbench.operations >= 100_000
-    assert Workbench.preemptions >= 1_000
+    assert Workbench.preemptions >= 500
     assert Workbench.hits >= 10_000
 
 

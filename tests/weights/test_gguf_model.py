@@ -130,14 +130,12 @@ def test_tokenizer_and_ends_of_turn(tmp_path: Path) -> None:
     assert model.generation_config == {"temperature": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("model", "pre", "expected"), [("llama", "default", True), ("gpt2", "llama-bpe", True), ("gpt2", "smollm", False)]
-)
-def test_begin_of_sequence_where_the_file_is_silent(tmp_path: Path, model: str, pre: str, expected: bool) -> None:
-    path = write(tmp_path, tokenizer__ggml__model=model, tokenizer__ggml__pre=pre, tokenizer__ggml__add_bos_token=None)
+def test_begin_of_sequence_where_the_file_is_silent(tmp_path: Path) -> None:
+    """Then the tokenizer goes by the custom of the model, which only it knows."""
+    path = write(tmp_path, tokenizer__ggml__add_bos_token=None)
     data = load(path).tokenizer_data
     assert data is not None
-    assert data.add_bos is expected
+    assert data.add_bos is None
 
 
 def test_rope_scalings(tmp_path: Path) -> None:

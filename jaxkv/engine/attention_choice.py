@@ -1,0 +1,42 @@
+"""Which attention backend an engine uses: decided once, when it is built, and logged."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+
+from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError
+from pallas_kernels.backends import TRAITS, Backend, best_for, check_backend
+from pallas_kernels.native.build import NativeBuildError
+from pallas_kernels.ragged_paged_attention.api import prepare
+
+log = logging.getLogger("jaxkv")
+
+
+def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
+    """The backend that config asks for, or for auto the best for the device. Raises ConfigError if it cannot run there."""
+    if config.attention_backend != "auto":
+        return _asked_for(check_backend(config.attention_backend), device)
+    backend, reason = best_for(device.platform, device.device_kind)
+    try:
+        prepare(backend)
+    except NativeBuildError as error:
+        backend, reason = "reference", f"XLA, as native code cannot be built here: {error}"
+    log.info("attention backend: %s (%s)", backend, reason)
+    return backend
+
+
+def _asked_for(backend: Backend, device: jax.Device) -> Backend:
+    platform = TRAITS[backend].platform
+    if platform not in (None, device.platform):
+        raise ConfigError(
+            f"attention_backend {backend} runs on {platform} devices, but this is a {device.platform} ({device.device_kind}): "
+            "choose another, or auto"
+        )
+    try:
+        prepare(backend)
+    except NativeBuildError as error:
+        raise ConfigError(f"attention_backend {backend} cannot be used here: {error}") from error
+    return backend

@@ -1,0 +1,96 @@
+"""The static roofline of a streaming kernel: cycles of its steady block loop against the cycles its copies need.
+
+The steady path is what runs when every block is full and unmasked. Left out are the ragged edges of the loop: the innermost
+conditional region around a nested loop (copies page by page, clearing of a tail), and of the regions that hold matmuls (the block's
+fold with and without masks) all but the shortest without a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pallas_kernels.inspection.llo_bundles import Bundle, Schedule, Span
+from pallas_kernels.inspection.scoreboard import CoreTiming, cycles
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipRates:
+    """Rates of one chip with one core; clocks are inferred from the published peak FLOP/s."""
+
+    hbm_bytes_per_second: float
+    clock_hz: float
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        return self.hbm_bytes_per_second / self.clock_hz
+
+
+RATES = {"v5e": ChipRates(819e9, 1.5e9), "v6e": ChipRates(1640e9, 1.75e9)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Of one pass of the steady loop (a KV block), and what is spent once per item around it."""
+
+    bundles: int
+    cycles: int
+    dma_bytes: int
+    item_cycles: int
+
+    def ratio(self, rates: ChipRates, blocks_per_item: float = float("inf")) -> float:
+        """Core cycles over copy cycles: below 1, the kernel is bound by memory."""
+        return (self.cycles + self.item_cycles / blocks_per_item) / (self.dma_bytes / rates.bytes_per_cycle)
+
+
+def _matmuls(schedule: Schedule, span: Span) -> int:
+    return sum(op.name.startswith("vmatmul") for op in schedule.operations(span))
+
+
+def _copied_bytes(bundles: list[Bundle]) -> int:
+    return sum(op.dma_bytes_to_vmem for bundle in bundles for op in bundle.operations)
+
+
+def _edges(schedule: Schedule, loop: Span) -> list[Span]:
+    inside = [region for region in schedule.regions if loop.contains(region)]
+
+    def innermost(holders: list[Span]) -> list[Span]:
+        return [one for one in holders if not any(one.contains(other) for other in holders)]
+
+    edges = []
+    for nested in schedule.loops:
+        if loop.contains(nested):
+            edges += innermost([region for region in inside if region == nested or region.contains(nested)])
+    folds = [region for region in inside if _matmuls(schedule, region)]
+    straight = [one for one in folds if not any(one == other or one.contains(other) for other in schedule.loops)]
+    if straight:
+        steady = min(innermost(straight), key=len)
+        edges += [region for region in folds if region != steady and not region.contains(steady)]
+    return edges
+
+
+def _without(schedule: Schedule, span: Span, left_out: list[Span]) -> list[Bundle]:
+    keep = set(range(span.start, span.stop))
+    for one in left_out:
+        keep -= set(range(one.start, one.stop))
+    return [schedule.bundles[i] for i in sorted(keep)]
+
+
+def roofline(schedule: Schedule, timing: CoreTiming) -> Roofline:
+    """Of the innermost loop that holds both matmuls and copies from HBM."""
+    hot = [
+        loop
+        for loop in schedule.loops
+        if _matmuls(schedule, loop) and _copied_bytes(list(schedule.bundles[loop.start : loop.stop]))
+    ]
+    if not hot:
+        raise ValueError("no loop of this kernel holds both matmuls and copies from HBM")
+    loop = min(hot, key=len)
+    steady = _without(schedule, loop, _edges(schedule, loop))
+    item_cycles = 0
+    around = [other for other in schedule.loops if other.contains(loop)]
+    if around:
+        parent = min(around, key=len)
+        edges = [region for region in schedule.regions if parent.contains(region) and not region.contains(loop)]
+        edges = [region for region in edges if any(region.contains(other) for other in schedule.loops)]
+        item_cycles = cycles(_without(schedule, parent, [loop, *edges]), timing)
+    return Roofline(len(steady), cycles(steady, timing), _copied_bytes(steady), item_cycles)

@@ -1,0 +1,1 @@
+"""KV write: a step's new keys and values go into the pages of one layer."""

@@ -1,0 +1,45 @@
+"""KV write: a step's new keys and values go into the pages of one layer."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import kv_orders_tpu
+from pallas_kernels.backends import Backend
+from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.kv_write import cpu_native, mosaic_tpu, reference
+
+
+def write_kv(
+    kv: KVPages,
+    layer: Int[Array, ""],
+    keys: Float[Array, "T K D"],
+    values: Float[Array, "T K D"],
+    pages: Int[Array, " T"],
+    offsets: Int[Array, " T"],
+    *,
+    layout: KVLayout,
+    backend: Backend = "reference",
+) -> KVPages:
+    """Writes keys and values at (pages[t], offsets[t]) of `layer`; rows of padding point at the trash page, the last one.
+
+    In place when the pool is donated or carried by a loop. A quantized pool stores x / scale, saturated: with token scales each
+    row brings its own, which is stored beside it; static ones are read from the pool. Rows that two tokens name keep either
+    token's values.
+    """
+    if backend == "cpu_native" and layout.scales != "static":
+        return cpu_native.write(kv, layer, keys, values, pages, offsets)
+    if backend == "mosaic_tpu":
+        return _write_on_tpu(kv, layer, keys, values, pages, offsets, layout)
+    return reference.write(kv, layer, keys, values, pages, offsets, layout=layout)
+
+
+def _write_on_tpu(
+    kv: KVPages, layer: Array, keys: Array, values: Array, pages: Array, offsets: Array, layout: KVLayout
+) -> KVPages:
+    """Rows through the kernel, which takes them as floats; scales, a few numbers a row, through XLA."""
+    keys, values, scales = reference.stored(kv, layer, keys, values, pages, offsets, layout=layout)
+    rows = kv_orders_tpu.join(keys, values).astype(jnp.float32 if layout.dtype == "float32" else jnp.bfloat16)
+    trash_page = kv.pages.shape[1] - 1
+    return KVPages(mosaic_tpu.write_rows(kv.pages, layer, rows, pages, offsets, trash_page=trash_page), scales)

@@ -1,0 +1,38 @@
+"""Keys and values as stored numbers: elementwise, so that XLA fuses it with what makes the keys and values.
+
+stored * scale = value. Numbers beyond the range of the dtype saturate. FP8 numbers are stored as normal numbers or zero: a
+magnitude below the smallest normal one is rounded to the nearer of the two, as the TPU kernels read subnormals as zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_SMALLEST_NORMAL = {"int8": 0.0, "float8_e4m3fn": 2.0**-6, "float8_e5m2": 2.0**-14}
+
+
+def largest(dtype: Any) -> float:
+    """The largest number that a pool of `dtype` stores."""
+    return LARGEST[jnp.dtype(dtype).name]
+
+
+def quantize(x: Float[Array, "T K D"], scale: Float[Array, "... one"], dtype: Any) -> Float[Array, "T K D"]:
+    """x / scale as numbers of `dtype`; `scale` is [K, 1] or [T, K, 1]."""
+    kind = jnp.dtype(dtype)
+    top = largest(kind)
+    scaled = jnp.clip(x.astype(jnp.float32) / jnp.broadcast_to(scale, (*x.shape[:2], 1)), -top, top)
+    if kind == jnp.int8:
+        return jnp.round(scaled).astype(kind)
+    smallest = _SMALLEST_NORMAL[kind.name]
+    tiny = jnp.where(jnp.abs(scaled) < smallest / 2, 0.0, jnp.copysign(smallest, scaled))
+    return jnp.where(jnp.abs(scaled) < smallest, tiny, scaled).astype(kind)
+
+
+def token_scales(x: Float[Array, "T K D"], dtype: Any) -> Float[Array, "T K"]:
+    """Scales that map the largest number of each token and head to the largest of `dtype`; 1 where all are zero."""
+    peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
+    return jnp.where(peak == 0.0, 1.0, peak / largest(dtype))

@@ -1,0 +1,1 @@
+"""Copying whole pages inside the pool: copy on write."""

@@ -1,0 +1,163 @@
+"""Ragged paged attention on NVIDIA Hopper (sm_90a), through Pallas' Mosaic GPU backend.
+
+Sequences with one query go to the decode kernel (split over keys), all others to the prefill kernel
+(warp-specialized); which is which is decided on the device, so that a step may mix them freely. A caller whose batch
+cannot hold anything but decodes says `decode_only`, which saves the launch of a prefill kernel without work.
+
+Reads head_major pools of bfloat16, float16, int8 and both fp8 types, head_dim 64, 128 and 256, pages of 16, 32 or 64
+tokens or a multiple of 128. The kernels need `wgmma`: other chips use the `reference` backend (on Ampere with an int8
+pool rather than fp8, which is emulated there; Blackwell has no `wgmma`).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode as decode_kernel
+from pallas_kernels.ragged_paged_attention import mosaic_gpu_prefill as prefill_kernel
+from pallas_kernels.ragged_paged_attention import mosaic_gpu_prefill_plan as prefill_plan
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import KEY_TILE, KV_DTYPES, CallSpec
+
+H100_SMS = 132
+BLOCK_SHARED_BYTES = 232448
+"""Shared memory that one thread block may have on sm_90."""
+_RESERVED_BYTES = 6144
+"""Of a block's shared memory, what barriers, reductions and the driver take beyond the buffers that the kernels
+count."""
+_MAX_DECODE_STAGES = 6
+
+
+def check_supported(layout: KVLayout, *, num_heads: int) -> None:
+    """Raises ValueError that names what these kernels cannot do for this pool. Called when an engine is built."""
+    if layout.order != "head_major":
+        raise ValueError(f"attention backend 'mosaic_gpu' reads head_major pools, not {layout.order}")
+    if layout.dtype not in KV_DTYPES:
+        raise ValueError(f"attention backend 'mosaic_gpu' reads pools of {', '.join(KV_DTYPES)}, not {layout.dtype}")
+    if layout.head_dim not in (64, 128, 256):
+        raise ValueError(f"attention backend 'mosaic_gpu' takes head_dim 64, 128 or 256, not {layout.head_dim}")
+    if layout.page_size not in (16, 32, 64) and layout.page_size % 128:
+        raise ValueError(
+            f"attention backend 'mosaic_gpu' takes pages of 16, 32 or 64 tokens or a multiple of 128, "
+            f"not {layout.page_size}"
+        )
+    if num_heads % layout.num_kv_heads or num_heads // layout.num_kv_heads > 16:
+        raise ValueError(
+            f"attention backend 'mosaic_gpu' takes 1 to 16 query heads per KV head, "
+            f"not {num_heads} over {layout.num_kv_heads}"
+        )
+
+
+def decode_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> decode_kernel.DecodeTuning:
+    """Two blocks on an SM if each then has two stages at least, else one; as many stages as fit.
+
+    Two blocks hide each other's softmax. In flight are then 130 KB and more on every SM, twice what latency times
+    bandwidth asks for.
+    """
+    for blocks_per_sm in (2, 1):
+        room = BLOCK_SHARED_BYTES // blocks_per_sm - _RESERVED_BYTES
+        for stages in range(_MAX_DECODE_STAGES, 1, -1):
+            tuning = decode_kernel.DecodeTuning(blocks_per_sm * num_sms, stages)
+            if decode_kernel.shared_bytes(spec, tuning) <= room:
+                return tuning
+    raise ValueError(f"no decode tile fits into {BLOCK_SHARED_BYTES} bytes of shared memory for {spec}")
+
+
+def prefill_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> prefill_plan.PrefillTuning:
+    """128 keys where shared memory and registers allow, else 64; one block on an SM.
+
+    128 keys halve the part of Q K^T that re-reads the queries from shared memory. Stages are powers of two: other
+    remainders cost the consumers registers that they do not have.
+    """
+    D = spec.head_dim
+    if spec.quantized:
+        keys, stages, converted = {64: (128, 4, 2), 128: (64, 4, 2), 256: (64, 2, 1)}[D]
+        return prefill_plan.PrefillTuning(num_sms, keys, stages, converted)
+    keys, stages = {64: (128, 4), 128: (128, 2), 256: (64, 2)}[D]
+    return prefill_plan.PrefillTuning(num_sms, keys, stages)
+
+
+def call_spec(
+    layout: KVLayout,
+    *,
+    num_heads: int,
+    scale: float,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    has_sinks: bool = False,
+) -> CallSpec:
+    """The static description of a call for this pool."""
+    return CallSpec(
+        num_kv_heads=layout.num_kv_heads,
+        group=num_heads // layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        kv_dtype=layout.dtype,
+        scales=layout.scales,
+        softmax_scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=logit_soft_cap,
+        has_sinks=has_sinks,
+    )
+
+
+def attend(
+    q: Float[Array, "T H D"],
+    kv: KVPages,
+    layer: Int[Array, ""],
+    page_table: Int[Array, "S W"],
+    cu_q_lens: Int[Array, " S+1"],
+    kv_lens: Int[Array, " S"],
+    num_seqs: Int[Array, ""],
+    *,
+    spec: CallSpec,
+    sinks: Float[Array, " H"] | None = None,
+    decode_only: bool = False,
+    num_sms: int = H100_SMS,
+) -> Float[Array, "T H D"]:
+    """Contract: `pallas_kernels.ragged_paged_attention.api`. decode_only: no sequence has more than one query."""
+    T, S = q.shape[0], page_table.shape[0]
+    num_seqs = jnp.asarray(num_seqs, jnp.int32).reshape(())
+    q_lens = jnp.where(jnp.arange(S) < num_seqs, jnp.diff(cu_q_lens), 0)
+    decoded, rows = decode_kernel.decode(
+        q,
+        kv.pages,
+        kv.scales,
+        layer,
+        page_table,
+        cu_q_lens[:-1],
+        jnp.where(q_lens == 1, kv_lens, 0),
+        sinks,
+        spec=spec,
+        tuning=decode_tuning(spec, num_sms),
+    )
+    if decode_only:
+        return jnp.zeros_like(q).at[rows].set(decoded.astype(q.dtype), mode="drop")
+
+    tuning = prefill_tuning(spec, num_sms)
+    span = prefill_plan.Shape.of(spec).span
+    queries = jnp.pad(q, ((0, max(span - T, 0)), (0, 0), (0, 0))).astype(spec.compute_dtype)
+    tiles, num_tiles = prefill_plan.plan(spec, tuning, T, cu_q_lens, jnp.where(q_lens > 1, q_lens, 0), kv_lens)
+    counts = jnp.stack([num_tiles, cu_q_lens[num_seqs]]).astype(jnp.int32)
+    out = prefill_kernel.prefill(
+        queries, kv.pages, kv.scales, layer, page_table, tiles, counts, sinks, spec=spec, tuning=tuning
+    )
+    return out[:T].astype(q.dtype).at[rows].set(decoded.astype(q.dtype), mode="drop")
+
+
+def work_of_prefill(spec: CallSpec, keys: int, q_len: int, kv_len: int) -> tuple[int, int]:
+    """(key tiles multiplied, key tiles that hold a key which some query of the same 64 rows sees) for one sequence and
+    KV head."""
+    shape = prefill_plan.Shape.of(spec)
+    done = needed = 0
+    for begin in range(0, q_len, shape.span):
+        tokens = min(shape.span, q_len - begin)
+        position = kv_len - q_len + begin
+        done += prefill_plan.tile_steps(spec, keys, position, tokens)
+        first = 0 if spec.sliding_window is None else max(position - spec.sliding_window + 1, 0)
+        needed += len({key // keys for key in range(first, position + tokens)})
+    return done * shape.splits, needed * shape.splits
+
+
+__all__ = ["KEY_TILE", "attend", "call_spec", "check_supported", "decode_tuning", "prefill_tuning", "work_of_prefill"]

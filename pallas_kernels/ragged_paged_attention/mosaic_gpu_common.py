@@ -1,0 +1,171 @@
+"""What the Hopper decode and prefill kernels share: the static description of a call, page copies, scores and masks.
+
+Vocabulary of both kernels: a *tile* is KEY_TILE keys of one sequence; a *page row* is one [page, D] block of the pool
+(one page, K or V, one head), the unit that one TMA copy moves. The pool is viewed as [L * P * 2 * K, page, D], which
+is a bitcast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+KEY_TILE = 64
+"""Keys in one tile of the decode kernel, and the unit in which tile sizes of the prefill kernel come."""
+
+LOG2E = math.log2(math.e)
+NO_LOGIT = -1e30
+"""The running maximum before any key: finite, so that masked keys (-inf) against it give a weight of 0, not NaN."""
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+KV_DTYPES = ("bfloat16", "float16", "int8", *FP8_DTYPES)
+Ref = Any
+"""A Pallas reference: its type has no public name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """Everything static about one attention call.
+
+    group: query heads per KV head. scales: how a quantized pool is scaled, "token" is one float32 per token and head,
+    "static" one per layer and head. softmax_scale, sliding_window, soft_cap, has_sinks: see the entry point's contract.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    kv_dtype: str
+    scales: Literal["none", "static", "token"]
+    softmax_scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        return jnp.dtype(self.kv_dtype).itemsize == 1
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The 16-bit type of the matmuls that represents every stored value exactly; fp8 converts to float16 in hardware."""
+        return jnp.float16 if self.kv_dtype == "float16" or self.kv_dtype in FP8_DTYPES else jnp.bfloat16
+
+    def page_copies(self, keys: int) -> int:
+        """TMA copies that fill a tile of `keys` keys of one of K and V."""
+        return max(1, keys // self.page_size)
+
+    @property
+    def value_gain(self) -> float:
+        """Power of two that keeps probability * value scale in float16's normal range; divided out at the end.
+
+        A dynamic scale is amax / (largest quantized value), so the product with the gain is of the size of amax itself.
+        """
+        if self.scales != "token":
+            return 1.0
+        return {"float8_e4m3fn": 2.0**8, "float8_e5m2": 2.0**15}.get(self.kv_dtype, 1.0)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64
+    columns."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = 64 * itemsize
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def pool_rows(pages: jax.Array) -> jax.Array:
+    """[L, P, 2, K, page, D] as [L * P * 2 * K, page, D]: no copy."""
+    return pages.reshape(-1, *pages.shape[-2:])
+
+
+def scale_rows(scales: jax.Array) -> jax.Array:
+    """[L, P, 2, K, page] as [L * P * 2 * K, page], or [L, 2, K] as [L * 2 * K]: no copy."""
+    return scales.reshape(-1, scales.shape[-1]) if scales.ndim == 5 else scales.reshape(-1)
+
+
+def copy_tile(
+    spec: CallSpec,
+    *,
+    pool: Ref,
+    scales: Ref | None,
+    first_row: Callable[[jax.Array], jax.Array],
+    page_ids: Ref,
+    key0: jax.Array,
+    kv_len: jax.Array,
+    tile: Ref,
+    tile_scales: Ref | None,
+    barrier: Ref,
+) -> None:
+    """Starts the copies of one sequence's keys (or values) from key0 on that fill `tile` [keys, D].
+
+    first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the
+    barrier's arrivals is given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's
+    keys and below kv_len. The barrier takes `spec.page_copies(keys)` arrivals, twice as many with token scales.
+    """
+    keys = tile.shape[0]
+    step = min(spec.page_size, keys)
+    for i in range(spec.page_copies(keys)):
+        token0 = key0 + i * step
+
+        def copy(token0: jax.Array = token0, i: int = i) -> None:
+            row = first_row(page_ids[lax.div(token0, jnp.int32(spec.page_size))])
+            within: Any = slice(None)
+            if spec.page_size > keys:
+                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), keys), keys)
+            target = pl.ds(i * step, step)
+            plgpu.copy_gmem_to_smem(pool.at[row, within], tile.at[target], barrier)
+            if tile_scales is not None and scales is not None:
+                plgpu.copy_gmem_to_smem(
+                    scales.at[row, within],
+                    tile_scales.at[target],
+                    barrier,
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+
+        def skip() -> None:
+            plgpu.barrier_arrive(barrier)
+            if tile_scales is not None:
+                plgpu.barrier_arrive(barrier)
+
+        if i == 0:
+            copy()
+        else:
+            pl.when(token0 < kv_len)(copy)
+            pl.when(token0 >= kv_len)(skip)
+
+
+def scaled_dots(spec: CallSpec, dots: jax.Array, key_scale: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
+    """(x, factor) such that x * factor are the logits in base 2: q.k scaled, soft-capped, times log2(e); factor > 0 is a scalar.
+
+    key_scale: None, a scalar, or an array of dots' shape. The factor is kept apart because it then costs nothing:
+    2 ** (x * factor - top) is one fused multiply-add and one exponential.
+    """
+    scale = spec.softmax_scale * (LOG2E if spec.soft_cap is None else 1.0 / spec.soft_cap)
+    if spec.soft_cap is None:
+        if key_scale is None:
+            return dots, scale
+        return (dots, key_scale * scale) if key_scale.ndim == 0 else (dots * key_scale, scale)
+    dots = dots * scale if key_scale is None else dots * (key_scale * scale)
+    # tanh(x) = 1 - 2 / (1 + e^2x): exact to float32, where the hardware's tanh keeps only 11 bits.
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(dots * (2.0 * LOG2E))), spec.soft_cap * LOG2E
+
+
+def first_visible_key(spec: CallSpec, position: jax.Array) -> jax.Array:
+    """The smallest key position that a query at `position` sees."""
+    if spec.sliding_window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - (spec.sliding_window - 1), 0)
+
+
+def choose(condition: jax.Array, yes: jax.Array | float, no: jax.Array) -> jax.Array:
+    """`jnp.where` of a scalar condition and arrays, which the kernels' lowering wants broadcast."""
+    return jnp.where(lax.broadcast_in_dim(condition, no.shape, []), yes, no)

@@ -1,0 +1,158 @@
+"""What the TPU kernels decide before they are traced: how heads are grouped, block sizes, and what they cannot do."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.kv_layout import KVLayout
+
+LANES = 128
+SUBLANES = 8
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = ("float32", "bfloat16", "int8", *FLOAT8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """What of a TPU's core the plan depends on."""
+
+    matrix_side: int  # rows and columns of one matrix unit
+    vmem_bytes: int
+
+
+def this_chip() -> Chip:
+    """The chip that is being compiled for; a small one where kernels are only interpreted."""
+    try:
+        info = pltpu.get_tpu_info()
+    except ValueError:
+        return Chip(matrix_side=128, vmem_bytes=64 * 2**20)
+    return Chip(matrix_side=info.mxu_column_size, vmem_bytes=info.vmem_capacity_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Static choices of one call.
+
+    head_lanes: lanes of a head's key operand. For D = 64 it is the shared (key | value) register.
+    heads_per_group: KV heads whose queries are stacked into one matmul of a decode; `rows` are their query heads, padded to
+      whole registers.
+    block_pages: pages of a KV block. slots: KV blocks in memory, one in use and the others in flight.
+    query_tile: queries of a prefill tile.
+    """
+
+    num_kv_heads: int
+    queries_per_kv: int
+    head_dim: int
+    page_size: int
+    heads_per_group: int
+    block_pages: int
+    query_tile: int
+    slots: int
+    vmem_limit: int
+
+    @property
+    def head_lanes(self) -> int:
+        return max(self.head_dim, LANES)
+
+    @property
+    def value_lane(self) -> int:
+        """Where a head's values start within the lanes of its value operand."""
+        return self.head_lanes - self.head_dim
+
+    @property
+    def groups(self) -> int:
+        return self.num_kv_heads // self.heads_per_group
+
+    @property
+    def rows(self) -> int:
+        return -(-self.heads_per_group * self.queries_per_kv // SUBLANES) * SUBLANES
+
+    @property
+    def group_lanes(self) -> int:
+        return self.heads_per_group * self.head_lanes
+
+    @property
+    def page_lanes(self) -> int:
+        return self.num_kv_heads * 2 * self.head_dim
+
+    @property
+    def block_tokens(self) -> int:
+        return self.block_pages * self.page_size
+
+
+def _heads_per_group(num_kv_heads: int, queries_per_kv: int, head_lanes: int, matrix_side: int) -> int:
+    """As many heads as fill the 8 rows of a register, then enough to fill the depth of the matrix unit."""
+    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    fitting = [n for n in divisors if n * queries_per_kv <= SUBLANES]
+    chosen = max(fitting, default=1)
+    deep = [n for n in divisors if n * head_lanes >= matrix_side]
+    return max(chosen, min(deep, default=1))
+
+
+def make_plan(
+    layout: KVLayout,
+    *,
+    num_heads: int,
+    num_tokens: int,
+    pages_per_seq: int,
+    block_tokens: int | None = None,
+    query_tile: int | None = None,
+) -> Plan:
+    """The plan for pools of `layout` on the chip that is being compiled for."""
+    check(layout, num_heads=num_heads)
+    chip = this_chip()
+    queries_per_kv = num_heads // layout.num_kv_heads
+    itemsize = jnp.dtype(layout.dtype).itemsize
+    bytes_per_token = 2 * layout.num_kv_heads * layout.head_dim * itemsize
+    slots = 3
+    if block_tokens is None:
+        # Larger blocks spread the latency of their matmuls over more tokens; beyond 1024 tokens nothing is gained
+        # (tuning/tpu.json), and what is left of a context is taken in shorter stretches anyway.
+        budget = min(4 * 2**20, chip.vmem_bytes // 16)
+        block_tokens = min(max(budget // bytes_per_token, 128), 1024)
+    granule = max(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
+    block_tokens = max(block_tokens // granule, 1) * granule
+    longest = -(-pages_per_seq * layout.page_size // granule) * granule
+    block_tokens = min(block_tokens, longest)
+    head_lanes = max(layout.head_dim, LANES)
+    if query_tile is None:
+        query_tile = 16
+        state_bytes = 4 * (2 * LANES + head_lanes) * num_heads  # of one query: maximum, sum and output of every head
+        most = min(512 // queries_per_kv, num_tokens, 128, chip.vmem_bytes // 4 // state_bytes)
+        while query_tile * 2 <= most:
+            query_tile *= 2
+    return Plan(
+        num_kv_heads=layout.num_kv_heads,
+        queries_per_kv=queries_per_kv,
+        head_dim=layout.head_dim,
+        page_size=layout.page_size,
+        heads_per_group=_heads_per_group(layout.num_kv_heads, queries_per_kv, head_lanes, chip.matrix_side),
+        block_pages=block_tokens // layout.page_size,
+        query_tile=query_tile,
+        slots=slots,
+        vmem_limit=chip.vmem_bytes * 3 // 4,
+    )
+
+
+def check(layout: KVLayout, *, num_heads: int) -> None:
+    """Raises ValueError that names what the TPU kernels cannot do for this pool."""
+    if layout.order != "token_major":
+        raise ValueError(f"attention backend 'mosaic_tpu' reads pools in token_major order, not {layout.order}")
+    if jnp.dtype(layout.dtype).name not in DTYPES:
+        raise ValueError(f"attention backend 'mosaic_tpu' reads pools of {', '.join(DTYPES)}, not {layout.dtype}")
+    if layout.head_dim != 64 and layout.head_dim % LANES:
+        raise ValueError(
+            f"attention backend 'mosaic_tpu' needs a head_dim of 64 or a multiple of 128, not {layout.head_dim}: "
+            "use the reference backend"
+        )
+    if layout.page_size % 16 or (LANES % layout.page_size and layout.page_size % LANES):
+        raise ValueError(
+            f"attention backend 'mosaic_tpu' needs a page size of 16, 32, 64 or a multiple of 128, not {layout.page_size}"
+        )
+    if num_heads % layout.num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot be grouped over {layout.num_kv_heads} KV heads: one must divide the other"
+        )

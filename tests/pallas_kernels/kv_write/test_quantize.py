@@ -1,0 +1,43 @@
+"""Quantization of keys and values: bounds, saturation, no subnormal numbers."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kv_write.quantize import largest, quantize, token_scales
+
+# Half a step: of 127 for int8, of 3 and 2 explicit bits for the floats; relative to the peak of a token and head.
+HALF_STEP = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+def test_token_scales_bound_the_error(dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal((50, 3, 64)).astype(np.float32) * 1000
+    scales = token_scales(jnp.asarray(x), dtype)
+    back = np.asarray(quantize(jnp.asarray(x), scales[..., None], dtype), np.float64) * np.asarray(scales)[..., None]
+    peak = np.abs(x).max(-1, keepdims=True)
+    limit = peak if dtype == "int8" else np.maximum(np.abs(x), peak * 2.0**-13)
+    assert (np.abs(back - x) <= HALF_STEP[dtype] * limit * 1.001).all()
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+def test_outliers_saturate(dtype: str) -> None:
+    x = jnp.full((1, 2, 4), 600.0) * jnp.array([1.0, -1.0])[None, :, None] * 1000
+    stored = np.asarray(quantize(x, jnp.ones((2, 1)), dtype), np.float64)
+    assert (np.abs(stored) == largest(dtype)).all()
+    assert (np.sign(stored) == np.sign(np.asarray(x))).all()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_no_subnormal_number_is_stored(dtype: str) -> None:
+    smallest = float(jnp.finfo(dtype).smallest_normal)
+    x = jnp.linspace(-2 * smallest, 2 * smallest, 101).reshape(1, 1, 101)
+    stored = np.asarray(quantize(x, jnp.ones((1, 1)), dtype), np.float64)
+    assert ((stored == 0) | (np.abs(stored) >= smallest)).all()
+    assert np.abs(stored - np.asarray(x, np.float64)).max() <= smallest / 2 * 1.001
+
+
+def test_zeros_keep_a_finite_scale() -> None:
+    zeros = jnp.zeros((2, 1, 4))
+    assert (token_scales(zeros, "int8") == 1).all()
+    assert (quantize(zeros, token_scales(zeros, "int8")[..., None], "int8") == 0).all()

@@ -1,0 +1,86 @@
+"""The Hopper kernels compiled for an H100 that is not here: registers, spills, `wgmma` and TMA, and no copy of the pool."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import aot_nvidia
+from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.ragged_paged_attention import mosaic_gpu
+
+WHY_NOT = aot_nvidia.why_unavailable()
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}"),
+    pytest.mark.timeout(300),
+]
+
+POOLS = [
+    ("bfloat16", "none"),
+    ("int8", "token"),
+    ("int8", "static"),
+    ("float8_e4m3fn", "token"),
+    ("float8_e5m2", "static"),
+]
+PAGES = 1000
+
+
+def compiled(head_dim: int, group: int, page_size: int, dtype: str, scales: str, **options: object):
+    layout = KVLayout(4, 8, head_dim, page_size, dtype, scales=scales)
+    H, S, T = 8 * group, 64, 2048
+    spec = mosaic_gpu.call_spec(layout, num_heads=H, scale=head_dim**-0.5, **options)
+    shape = jax.ShapeDtypeStruct
+    scale_shape = layout.scales_shape(PAGES)
+    kv = KVPages(
+        shape(layout.pages_shape(PAGES), jnp.dtype(dtype)),
+        None if scale_shape is None else shape(scale_shape, jnp.float32),
+    )
+    ints = [shape(dims, jnp.int32) for dims in ((), (S, 2048 // page_size), (S + 1,), (S,), ())]
+    sinks = shape((H,), jnp.float32) if spec.has_sinks else None
+
+    def call(q, kv, sinks, *ints):
+        return mosaic_gpu.attend(q, kv, *ints, spec=spec, sinks=sinks)
+
+    return aot_nvidia.compile_for_h100(call, shape((T, H, head_dim), jnp.bfloat16), kv, sinks, *ints)
+
+
+def check(reports: list[aot_nvidia.KernelReport], group: int, *, may_spill: bool = False) -> None:
+    by_name = {report.name: report for report in reports}
+    decode, combine, prefill = (by_name[f"paged_{name}"] for name in ("decode", "decode_combine", "prefill"))
+    if group <= 8:
+        assert decode.registers <= 96
+        assert combine.registers <= 96
+    for report in (decode, prefill):
+        assert report.wgmma > 0
+        assert report.tensor_copies > 0
+        assert not report.serialized
+    for report in reports:
+        if not (may_spill and report is prefill):
+            assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
+
+
+@pytest.mark.parametrize(("dtype", "scales"), POOLS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_pool_and_head_dim(head_dim: int, dtype: str, scales: str) -> None:
+    _, reports = compiled(head_dim, 4, 64, dtype, scales)
+    check(reports, 4, may_spill=head_dim == 256 and dtype != "bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "page_size"), list(itertools.product([1, 7, 8, 16], [16, 32, 128])))
+def test_every_group_and_page_size(group: int, page_size: int) -> None:
+    _, reports = compiled(128, group, page_size, "bfloat16", "none")
+    check(reports, group)
+
+
+def test_the_pool_is_not_copied() -> None:
+    executable, _ = compiled(128, 4, 64, "bfloat16", "none")
+    pool = math.prod(KVLayout(4, 8, 128, 64, "bfloat16").pages_shape(PAGES))
+    copies = re.findall(r"= bf16\[([\d,]+)\]\S* (?:copy|transpose|fusion)\(", executable.as_text())
+    assert all(math.prod(map(int, dims.split(","))) < pool for dims in copies)
