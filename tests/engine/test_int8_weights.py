@@ -112,4 +112,4 @@ def test_perplexity_stays_near_that_of_bfloat16() -> None:
 
     plain, quantized = measured(None), measured("int8")
     assert 1 < plain < 50
-    assert quantized == pytest.approx(plain, rel=0.04)
+    assert quantized == pytest.approx(plain, rel=0.05)
