@@ -583,6 +583,7 @@ class _Kernel:
                     for d in range(0, self.spec.head_dim, columns):
                         target = out_ref.at[start + i * step, pl.ds(head, together), pl.ds(d, columns)]
                         plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, together)], target)
+
             plgpu.wait_smem_to_gmem(0)
 
     def write(self, out: list[Array], out_ref: Ref, staged: Ref, item: _Item, wg: Array) -> None:
