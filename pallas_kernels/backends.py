@@ -39,10 +39,19 @@ def check_backend(name: str) -> Backend:
 
 
 def layout_for(
-    backend: Backend, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str
+    backend: Backend,
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: str,
+    static_scales: bool = False,
 ) -> KVLayout:
-    """The pool that `backend` reads. A quantized pool gets scales per token and head."""
-    scales: KVScales = "token" if dtype in QUANTIZED_DTYPES else "none"
+    """The pool that `backend` reads. A quantized pool gets scales per token and head, or static ones per layer and head."""
+    scales: KVScales = "none"
+    if dtype in QUANTIZED_DTYPES:
+        scales = "static" if static_scales else "token"
     return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales)
 
 

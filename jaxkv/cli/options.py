@@ -54,6 +54,12 @@ KVCacheDtype = Annotated[
     str | None,
     typer.Option("--kv-cache-dtype", help="auto, bfloat16, float32, int8, fp8_e4m3, fp8_e5m2.", rich_help_panel=_CACHE),
 ]
+KVCacheScales = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-scales", help="A JSON file of static scales for an int8 or FP8 pool.", rich_help_panel=_CACHE
+    ),
+]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per KV page.", rich_help_panel=_CACHE)]
 PrefixCaching = Annotated[
     bool | None,

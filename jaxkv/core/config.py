@@ -10,6 +10,7 @@ from jaxkv.core.errors import ConfigError
 DType = Literal["auto", "bfloat16", "float32"]
 Quantization = Literal["int8"]
 KVCacheDType = Literal["auto", "bfloat16", "float32", "int8", "fp8_e4m3", "fp8_e5m2"]
+QUANTIZED_KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
 
@@ -25,6 +26,8 @@ class EngineConfig:
     max_num_batched_tokens: tokens of one step; None = 512 on CPU, 2,048 elsewhere.
     block_size: tokens of one KV page; None = the attention backend's default.
     kv_cache_dtype: auto = dtype; int8 and fp8 pools hold a byte per element and a float32 scale per token and head.
+    kv_cache_scales: a JSON file of static scales, one per layer and KV head, in place of those per token
+      (see `jaxkv.cache.static_scales`); None = none.
     attention_backend: auto = the best for the devices, see `pallas_kernels.backends`.
     memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
@@ -44,6 +47,7 @@ class EngineConfig:
     memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    kv_cache_scales: str | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: SchedulingPolicy = "fcfs"
     tensor_parallel_size: int = 1
@@ -67,6 +71,11 @@ class EngineConfig:
         if self.quantization is not None:
             _one_of("quantization", self.quantization, get_args(Quantization))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDType))
+        if self.kv_cache_scales is not None and self.kv_cache_dtype not in QUANTIZED_KV_DTYPES:
+            raise ConfigError(
+                f"kv_cache_scales {self.kv_cache_scales!r} needs a quantized pool, but kv_cache_dtype is "
+                f"{self.kv_cache_dtype}: choose one of {', '.join(QUANTIZED_KV_DTYPES)}, or leave the scales out"
+            )
         _one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _one_of("attention_backend", self.attention_backend, get_args(AttentionBackend))
 

@@ -20,6 +20,8 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
     if config.attention_backend != "auto":
         return _asked_for(check_backend(config.attention_backend), device)
     backend, reason = best_for(device.platform, device.device_kind)
+    if backend == "cpu_native" and config.kv_cache_dtype in ("fp8_e4m3", "fp8_e5m2"):
+        backend, reason = "reference", "XLA, as native code for CPU reads no FP8 pages: int8 ones are faster here"
     try:
         prepare(backend)
     except NativeBuildError as error:

@@ -14,6 +14,7 @@ import numpy as np
 from platformdirs import user_cache_dir
 
 from jaxkv.cache.budget import MemoryReport, device_memory, plan_pool
+from jaxkv.cache.static_scales import read_static_scales, split_static_scales
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.engine.admission import Admission
@@ -70,7 +71,7 @@ def check_early(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError for what cannot work whatever the weights, before they are read."""
     mesh = build_mesh(config.tensor_parallel_size)
     _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0]), num_blocks=1)
-    split_heads(model, config.tensor_parallel_size)
+    _static_scales(config, model, split_heads(model, config.tensor_parallel_size))
 
 
 def assemble(
@@ -100,6 +101,7 @@ def assemble(
             head_dim=split.head_dim,
             page_size=config.block_size,
             dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+            static_scales=config.kv_cache_scales is not None,
         )
         check_supported(backend, layout, num_heads=split.num_heads)
     except ValueError as error:
@@ -122,7 +124,7 @@ def assemble(
     )
     log.info("memory: %s", memory)
     spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=config.quantization is not None)
-    runner = Runner(spec, placed, buckets, memory.num_blocks)
+    runner = Runner(spec, placed, buckets, memory.num_blocks, _static_scales(config, model, split))
     runner.warm_up()
     limits = _scheduler_config(config, memory.num_blocks)
     admission = Admission(
@@ -197,6 +199,21 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
     if template is not None:
         compile_chat_template(template)
     return template
+
+
+def _static_scales(
+    config: EngineConfig, model: ModelConfig, split: ModelConfig
+) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """The scales that config names, for the KV heads of the split model."""
+    if config.kv_cache_scales is None:
+        return None
+    scales = read_static_scales(
+        config.kv_cache_scales,
+        kv_cache_dtype=config.kv_cache_dtype,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+    )
+    return split_static_scales(scales, split.num_kv_heads, model.group_size // split.group_size)
 
 
 def _scheduler_config(config: EngineConfig, num_blocks: int) -> SchedulerConfig:

@@ -41,10 +41,7 @@ def param_shardings(mesh: Mesh, config: ModelConfig, *, quantized: bool) -> dict
     """A parameter-shaped tree of shardings. An axis that does not divide over its mesh axis is replicated."""
 
     def sharding(spec: ParamSpec) -> Any:
-        axes = [
-            LOGICAL_TO_MESH[name] if name and size % mesh.shape[LOGICAL_TO_MESH[name]] == 0 else None
-            for name, size in zip(spec.axes, spec.shape, strict=True)
-        ]
+        axes = [_mesh_axis(mesh, name, size) for name, size in zip(spec.axes, spec.shape, strict=True)]
         values = NamedSharding(mesh, PartitionSpec(*axes))
         if spec.norm or not quantized:
             return values
@@ -55,6 +52,17 @@ def param_shardings(mesh: Mesh, config: ModelConfig, *, quantized: bool) -> dict
         sharding, declare_params(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
     )
     return shardings
+
+
+def logit_sharding(mesh: Mesh, config: ModelConfig) -> NamedSharding:
+    """How logits [R, V] come out of a matmul with the vocabulary's table."""
+    return NamedSharding(mesh, PartitionSpec(None, _mesh_axis(mesh, "vocab", config.vocab_size)))
+
+
+def _mesh_axis(mesh: Mesh, name: str | None, size: int) -> str | None:
+    """The mesh axis that a logical axis of this size lies on; None = replicated, as what does not divide is."""
+    axis = LOGICAL_TO_MESH[name] if name else None
+    return axis if axis and size % mesh.shape[axis] == 0 else None
 
 
 def put_params(mesh: Mesh, config: ModelConfig, params: Params) -> Params:

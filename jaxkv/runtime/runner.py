@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from jaxkv.cache.pool import create_pool
+from jaxkv.cache.pool import KVPool, create_pool
 from jaxkv.core.sampling_params import SamplingParams
 from jaxkv.models.params import Params
 from jaxkv.runtime import slot_state
@@ -30,15 +31,24 @@ class Runner:
     """The device side of an engine. One thread at a time may call it.
 
     params: placed on the mesh already. num_blocks: pages of the pool, the trash page not counted.
+    static_scales: [L, 2, K] of a pool that has them.
     """
 
-    def __init__(self, spec: StepSpec, params: Params, buckets: Buckets, num_blocks: int) -> None:
+    def __init__(
+        self,
+        spec: StepSpec,
+        params: Params,
+        buckets: Buckets,
+        num_blocks: int,
+        static_scales: Float[np.ndarray, "L 2 K"] | None = None,
+    ) -> None:
         self.spec = spec
         self.buckets = buckets
         self.num_blocks = num_blocks
         self._params = params
+        self._static_scales = static_scales
         everywhere = replicated(spec.mesh)
-        self.pool = create_pool(spec.mesh, spec.layout, num_blocks)
+        self.pool = self._new_pool()
         self._state = self._new_state()
         self._step = make_step(spec)
         placed: dict[str, Any] = {"in_shardings": everywhere, "out_shardings": everywhere, "donate_argnums": 0}
@@ -95,7 +105,7 @@ class Runner:
         """After a failed step: makes pool and state anew if the step took them with it. True when their content is lost."""
         lost = not self._intact()
         if lost:
-            self.pool = create_pool(self.spec.mesh, self.spec.layout, self.num_blocks)
+            self.pool = self._new_pool()
             self._state = self._new_state()
         return lost
 
@@ -135,6 +145,9 @@ class Runner:
         if not 0 <= block < self.num_blocks:
             raise IndexError(f"block {block} is not in the pool of {self.num_blocks} blocks")
         return block
+
+    def _new_pool(self) -> KVPool:
+        return create_pool(self.spec.mesh, self.spec.layout, self.num_blocks, self._static_scales)
 
     def _new_state(self) -> slot_state.SlotState:
         slots = self.buckets.max_num_seqs + 1

@@ -17,7 +17,7 @@ from jaxkv.models import decoder
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
 from jaxkv.runtime.logprobs import Logprobs, prompt_logprobs, sampled_logprobs
-from jaxkv.runtime.mesh import param_shardings, replicated
+from jaxkv.runtime.mesh import logit_sharding, param_shardings, replicated
 from jaxkv.runtime.sampler import sample
 from jaxkv.runtime.slot_state import SlotState
 from jaxkv.runtime.step_batch import StepBatch
@@ -74,7 +74,9 @@ def _step(
     )
 
     def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
-        gathered: Array = jax.lax.with_sharding_constraint(decoder.logits(params, rows), replicated(spec.mesh))
+        # First as the table lies: asked for the whole logits only, the partitioner may gather the table instead.
+        parts = jax.lax.with_sharding_constraint(decoder.logits(params, rows), logit_sharding(spec.mesh, spec.model))
+        gathered: Array = jax.lax.with_sharding_constraint(parts, replicated(spec.mesh))
         return gathered
 
     last_rows = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)

@@ -62,9 +62,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer pages, 
   }
   const int64_t rows_of_layer = shape.P * 2 * shape.K * shape.page_size;
   const int64_t at = std::clamp<int64_t>(*layer.typed_data(), 0, layers - 1) * rows_of_layer;
-  if (type == PoolType::kInt8) {
+  if (type == PoolType::kInt8 && scales.element_count() > 0) {
     if (scales.element_count() != static_cast<size_t>(layers * rows_of_layer)) {
-      return ffi::Error::InvalidArgument("an int8 pool wants scales [L, P, 2, K, page]");
+      return ffi::Error::InvalidArgument("the scales of an int8 pool are [L, P, 2, K, page], or empty");
     }
     call.scales = scales.typed_data() + at;
   }

@@ -16,7 +16,10 @@ from pallas_kernels.native import library
 from pallas_kernels.ragged_paged_attention.reference import Scoring
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
-"""An int8 pool has float32 scales per token and head, [L, P, 2, K, page], that keys and values are multiplied by."""
+"""An int8 pool has float32 scales per token and head, [L, P, 2, K, page], or static ones, [L, 2, K]."""
+
+
+_STATIC_DIMS = 3
 
 
 def check_supported(layout: KVLayout) -> None:
@@ -40,18 +43,35 @@ def attend(
     sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "T H D"]:
     """Contract: `pallas_kernels.ragged_paged_attention.api`; q is float32 or bfloat16. Raises NativeBuildError while tracing."""
+    tables = (layer, page_table, cu_q_lens, kv_lens, num_seqs)
+    if kv.scales is None or kv.scales.ndim > _STATIC_DIMS:
+        return _call(q, kv.pages, kv.scales, *tables, scoring=scoring, sinks=sinks)
+    # A head's static scales factor out: the keys' goes into its queries, the values' into its output.
+    of_heads = jnp.repeat(kv.scales[layer], q.shape[1] // kv.scales.shape[2], axis=1)[:, None, :, None]
+    scaled = q.astype(jnp.float32) * of_heads[0]
+    out = _call(scaled, kv.pages, None, *tables, scoring=scoring, sinks=sinks) * of_heads[1]
+    return out.astype(q.dtype)
+
+
+def _call(
+    q: Float[Array, "T H D"],
+    pages: Array,
+    token_scales: Float[Array, "L P 2 K page"] | None,
+    layer: Int[Array, ""],
+    *tables: Array,
+    scoring: Scoring,
+    sinks: Float[Array, " H"] | None,
+) -> Float[Array, "T H D"]:
+    """The native function; int8 pages without scales are plain numbers."""
     library.load()
     nothing = jnp.zeros((0,), jnp.float32)
     call = jax.ffi.ffi_call("jaxkv_ragged_paged_attention", q)
     out: Array = call(
         q,
-        kv.pages,
-        nothing if kv.scales is None else kv.scales,
+        pages,
+        nothing if token_scales is None else token_scales,
         jnp.asarray(layer, jnp.int32),
-        page_table.astype(jnp.int32),
-        cu_q_lens.astype(jnp.int32),
-        kv_lens.astype(jnp.int32),
-        jnp.asarray(num_seqs, jnp.int32).reshape(()),
+        *(jnp.asarray(table, jnp.int32) for table in tables),
         nothing if sinks is None else sinks.astype(jnp.float32),
         scale=np.float32(scoring.scale),
         window=np.int64(scoring.sliding_window or 0),

@@ -1,0 +1,86 @@
+"""Chips that are not here: devices to compile for, and what each chip can do by its data sheet.
+
+TPUs need libtpu (`pip install 'jaxkv[tpu]'`), NVIDIA chips the CUDA plugin of JAX with nvcc's ptxas (`pip install 'jaxkv[aot]'` brings
+both); neither needs a driver. Both compile on x86-64 Linux only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+from pallas_kernels.aot_nvidia import H100_TARGET
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """platform: JAX's name. hbm_bytes: memory of one chip. hbm_rate: bytes/s. flops, flops8: peak operations/s of 16-bit and 8-bit
+    matmuls (int8; FP8 likewise where the chip has it). topologies: JAX's names of the smallest slices of 1 and of 8 chips."""
+
+    platform: str
+    hbm_bytes: int
+    hbm_rate: float
+    flops: float
+    flops8: float
+    topologies: dict[int, str]
+
+
+CHIPS: dict[str, Chip] = {
+    "v4": Chip("tpu", 32 * 2**30, 1228e9, 275e12, 275e12, {1: "v4:2x2x1", 8: "v4:2x2x2"}),
+    "v5e": Chip("tpu", 16 * 2**30, 819e9, 197e12, 394e12, {1: "v5e:2x2", 8: "v5e:2x4"}),
+    "v5p": Chip("tpu", 95 * 2**30, 2765e9, 459e12, 918e12, {1: "v5p:2x2x1", 8: "v5p:2x2x2"}),
+    "v6e": Chip("tpu", 32 * 2**30, 1640e9, 918e12, 1836e12, {1: "v6e:2x2", 8: "v6e:2x4"}),
+    "h100": Chip("gpu", 80 * 10**9, 3352e9, 989e12, 1979e12, {1: "1x1x1", 8: "1x1x8"}),
+}
+
+
+def why_unavailable(chip: str) -> str | None:
+    """Why nothing can be compiled for `chip` here; None if it can."""
+    if CHIPS[chip].platform == "tpu":
+        return None if importlib.util.find_spec("libtpu") else "libtpu is not installed: pip install 'jaxkv[aot]'"
+    names = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    if any(importlib.util.find_spec(name) for name in names):
+        return None
+    return "the CUDA plugin of JAX is not installed: pip install 'jaxkv[aot]'"
+
+
+@cache
+def absent_devices(chip: str, count: int = 1) -> Sequence[jax.Device]:
+    """`count` (1 or 8) devices of a chip, to compile for; nothing can run on them."""
+    kind = CHIPS[chip]
+    if kind.platform == "gpu":
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        topology = topologies.get_topology_desc(
+            "gpu", "cuda", target_config=H100_TARGET, topology=kind.topologies[count]
+        )
+    else:
+        os.environ.update(
+            TPU_SKIP_MDS_QUERY="1",
+            TPU_ACCELERATOR_TYPE="v5litepod-4",
+            TPU_WORKER_HOSTNAMES="localhost",
+            ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        )
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=kind.topologies[count])
+    devices: Sequence[jax.Device] = topology.devices[:count]
+    return devices
+
+
+@contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """A client without a device can write programs to the persistent cache, but not read them."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
