@@ -64,9 +64,9 @@ def attend(
             )
             return new_top, total * shrink + jnp.sum(weights, axis=-1), acc * shrink[..., None] + gained
 
-        begin, count = scoring.blocks(first, first + queries - 1, q_lens, kv_lens, keys)
-        begin = jnp.min(jnp.where(count > 0, begin, Tk))
-        stop = jnp.max(jnp.where(count > 0, begin + count, 0))
+        begins, counts = scoring.blocks(first, first + queries - 1, q_lens, kv_lens, keys)
+        begin = jnp.min(jnp.where(counts > 0, begins, Tk))
+        stop = jnp.max(jnp.where(counts > 0, begins + counts, 0))
         carry = jax.lax.fori_loop(begin, stop, visit, _start(rows.shape, sinks))
         _, total, acc = carry
         out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
