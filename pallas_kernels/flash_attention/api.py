@@ -85,20 +85,21 @@ def flash_attention(
     _check_options(causal, sliding_window, logit_soft_cap)
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     check_supported(backend, num_heads=H, num_kv_heads=K, head_dim=D, dtype=q.dtype)
-    lens = [
-        jnp.full(B, most, jnp.int32) if given is None else jnp.clip(given, 0, most).astype(jnp.int32)
-        for given, most in ((q_lens, Tq), (kv_lens, Tk))
-    ]
+    arrays = (q, k, v, _lens(q_lens, B, Tq), _lens(kv_lens, B, Tk), sinks)
     scoring = Scoring(scale, causal, sliding_window, logit_soft_cap)
     if q.size == 0 or k.size == 0:
         return jnp.zeros_like(q)
     if backend == "mosaic_tpu":
         blocks = blocks_for(current_device_kind(), D)
-        return mosaic_tpu.attend(q, k, v, *lens, sinks, scoring=scoring, blocks=blocks)
+        return mosaic_tpu.attend(*arrays, scoring=scoring, blocks=blocks)
     if backend == "mosaic_gpu":
         tiles = tiles_for(current_device_kind(), D)
-        return mosaic_gpu.attend(q, k, v, *lens, sinks, scoring=scoring, tiles=tiles)
-    return reference.attend(q, k, v, *lens, sinks, scoring=scoring)
+        return mosaic_gpu.attend(*arrays, scoring=scoring, tiles=tiles)
+    return reference.attend(*arrays, scoring=scoring)
+
+
+def _lens(given: Int[Array, " B"] | None, B: int, most: int) -> Int[Array, " B"]:
+    return jnp.full(B, most, jnp.int32) if given is None else jnp.clip(given, 0, most).astype(jnp.int32)
 
 
 def _check_shapes(q: Array, k: Array, v: Array, q_lens: Any, kv_lens: Any, sinks: Any) -> None:
@@ -109,7 +110,11 @@ def _check_shapes(q: Array, k: Array, v: Array, q_lens: Any, kv_lens: Any, sinks
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must be of one dtype, not {q.dtype}, {k.dtype} and {v.dtype}")
-    for name, array, length in (("q_lens", q_lens, q.shape[0]), ("kv_lens", kv_lens, q.shape[0]), ("sinks", sinks, q.shape[2])):
+    for name, array, length in (
+        ("q_lens", q_lens, q.shape[0]),
+        ("kv_lens", kv_lens, q.shape[0]),
+        ("sinks", sinks, q.shape[2]),
+    ):
         if array is not None and array.shape != (length,):
             raise ValueError(f"{name} of shape {array.shape} do not fit q of shape {q.shape}: they must be [{length}]")
 

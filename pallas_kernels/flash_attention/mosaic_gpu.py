@@ -11,7 +11,6 @@ of one block together (row = token * pack + head).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.flash_attention.mosaic_gpu_tiles import Ring, RowTile, zero_tail
 from pallas_kernels.flash_attention.scoring import LOG2E, Scoring
 from pallas_kernels.flash_attention.tuning import Tiles
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import NO_LOGIT, Ref, tiled
@@ -33,10 +33,6 @@ ROWS = 64
 CONSUMERS = 2
 WGMMA = plgpu.Layout.WGMMA
 ROW = WGMMA.reduce(1)
-_ROW_BLOCKS = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
-"""Blocks of 8 x 64 elements spread over a warpgroup, 4 consecutive ones for each thread."""
 _ALIGNED = 8
 """TMA cuts arrays into tiles of 8 rows."""
 
@@ -53,70 +49,34 @@ def attend(
     tiles: Tiles,
 ) -> Float[Array, "B Tq H D"]:
     """Contract: `pallas_kernels.flash_attention.api`."""
-    (B, Tq, H, D), K = q.shape, k.shape[2]
-    pack = H // K if Tq < CONSUMERS * ROWS else 1
+    kernel = make_kernel(q.shape, k.shape, scoring, tiles)
+    (B, Tq, _, D), K, pack = q.shape, k.shape[2], kernel.pack
     rows = q
     if pack > 1:
         rows = q.reshape(B, Tq, K, pack, D).transpose(0, 1, 3, 2, 4).reshape(B, Tq * pack, K, D)
-    num_rows = rows.shape[1]
     rows, k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % _ALIGNED), (0, 0), (0, 0))) for x in (rows, k, v))
-    kernel = _Kernel(scoring, tiles, B, pack, H // pack, H // K // pack, D, -(-num_rows // (CONSUMERS * ROWS)), k.shape[1])
     lens = jnp.stack([q_lens, kv_lens], axis=1)
     inputs = [rows, k, v, lens] + ([] if sinks is None else [sinks.astype(jnp.float32) * LOG2E])
-    out = kernel.call(*inputs)[:, :num_rows]
+    out = kernel.call(*inputs)[:, : Tq * pack]
     if pack > 1:
         out = out.reshape(B, Tq, pack, K, D).transpose(0, 1, 3, 2, 4)
     return out.reshape(q.shape)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """The rows of one thread block, all scalars of the running kernel: it owns rows [row, row + 128) of `head`.
-
-    low, high: the key tiles [low, high) that its queries see between them.
-    """
-
-    batch: Array
-    row: Array
-    head: Array
-    kv_head: Array
-    q_len: Array
-    kv_len: Array
-    low: Array
-    high: Array
+def make_kernel(q_shape: tuple[int, ...], k_shape: tuple[int, ...], scoring: Scoring, tiles: Tiles) -> Kernel:
+    """The kernel for queries and keys of these shapes."""
+    (B, Tq, H, D), (Tk, K) = q_shape, k_shape[1:3]
+    pack = H // K if Tq < CONSUMERS * ROWS else 1
+    num_tiles = -(-Tq * pack // (CONSUMERS * ROWS))
+    return Kernel(scoring, tiles, B, pack, H // pack, H // pack // K, D, num_tiles, Tk + -Tk % _ALIGNED)
 
 
 @dataclass(frozen=True)
-class _Ring:
-    """A ring of tiles in shared memory: tile number t lies in slot t % slots."""
+class Kernel:
+    """The kernel's code; fields are static.
 
-    tiles: Ref
-    full: Ref
-    free: Ref
-    slots: int
-
-    def slot(self, t: Array) -> Array:
-        return lax.rem(t, jnp.int32(self.slots))
-
-    def wait(self, t: Array) -> Ref:
-        """The tile, once it is full."""
-        plgpu.barrier_wait(self.full.at[self.slot(t)])
-        return self.tiles.at[self.slot(t)]
-
-    def release(self, t: Array) -> None:
-        plgpu.barrier_arrive(self.free.at[self.slot(t)])
-
-    def claim(self, t: Array) -> Ref:
-        """The tile's place, once its former tile is released; the first round finds it empty."""
-        pl.when(t >= self.slots)(lambda: plgpu.barrier_wait(self.free.at[self.slot(t)]))
-        return self.tiles.at[self.slot(t)]
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """The kernel's code; fields are static. heads: of the rows' array, `group` of which share a KV head. num_tiles: of a head.
-
-    num_keys: rows of the arrays of keys and values.
+    pack: query heads that are rows of one block. heads: of the array of rows, `group` of which share a KV head.
+    num_tiles: thread blocks of a head. num_keys: rows of the arrays of keys and values.
     """
 
     scoring: Scoring
@@ -170,11 +130,11 @@ class _Kernel:
         # One or the other: with a sequence of `when`s, what later roles need would live through the consumers' code.
         lax.cond(wg < CONSUMERS, consume, produce)
 
-    def rings(self, s: dict[str, Ref]) -> tuple[_Ring, _Ring]:
-        key_ring, value_ring = (_Ring(s[n], s[f"{n}_full"], s[f"{n}_free"], self.tiles.stages) for n in "kv")
+    def rings(self, s: dict[str, Ref]) -> tuple[Ring, Ring]:
+        key_ring, value_ring = (Ring(s[n], s[f"{n}_full"], s[f"{n}_free"], self.tiles.stages) for n in "kv")
         return key_ring, value_ring
 
-    def tile(self, lens: Ref) -> _Tile:
+    def tile(self, lens: Ref) -> RowTile:
         """This thread block's rows. With `causal`, the last rows see the most keys: they come first."""
         index, heads, batches = lax.axis_index("block"), jnp.int32(self.heads), jnp.int32(self.batches)
         head, rest = lax.rem(index, heads), lax.div(index, heads)
@@ -183,7 +143,7 @@ class _Kernel:
         q_len, kv_len = lens[batch, 0], lens[batch, 1]
         low, count = self.key_tiles(row, CONSUMERS * ROWS, q_len, kv_len)
         kv_head = lax.div(head, jnp.int32(self.group))
-        return _Tile(batch, row, head, kv_head, q_len, kv_len, low, low + count)
+        return RowTile(batch, row, head, kv_head, q_len, kv_len, low, low + count)
 
     def token(self, row: Any) -> Any:
         return row if self.pack == 1 else lax.div(row, jnp.int32(self.pack))
@@ -220,24 +180,12 @@ class _Kernel:
             def _cleaned() -> None:
                 plgpu.copy_gmem_to_smem(source, v_tile, s["tail"])
                 plgpu.barrier_wait(s["tail"])
-                self.zero_tail(v_tile, tile.kv_len - j * keys)
+                zero_tail(v_tile, tile.kv_len - j * keys)
                 plgpu.barrier_arrive(full)
-
-    def zero_tail(self, values: Ref, valid: Array) -> None:
-        """Zeroes the rows from `valid` on: they may be NaN, and 0 * NaN is NaN."""
-        @pl.loop(lax.div(valid, jnp.int32(8)), self.tiles.keys // 8)
-        def _rows(i: Array) -> None:
-            for d in range(0, self.head_dim, 64):
-                part = values.at[pl.ds(pl.multiple_of(i * 8, 8), 8), pl.ds(d, 64)]
-                loaded = plgpu.load(part, layout=_ROW_BLOCKS, optimized=False)
-                row = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=_ROW_BLOCKS)
-                part[...] = jnp.where(row < valid - i * 8, loaded, jnp.zeros_like(loaded))
-
-        plgpu.commit_smem()
 
     def consume(self, wg: Array, lens: Ref, sinks: Ref | None, out_ref: Ref, s: dict[str, Ref]) -> None:
         """Attention of one warpgroup's 64 rows."""
-        tile, N = self.tile(lens), self.tiles.keys
+        tile = self.tile(lens)
         row = tile.row + wg * ROWS
         low, count = self.key_tiles(row, ROWS, tile.q_len, tile.kv_len)
         low = jnp.where(count > 0, low, tile.high)
@@ -261,7 +209,15 @@ class _Kernel:
             self.write(zeros, out_ref, s["rows"].at[wg], tile, row)
 
     def attend(
-        self, wg: Array, tile: _Tile, row: Array, low: Array, high: Array, sinks: Ref | None, out_ref: Ref, s: dict[str, Ref]
+        self,
+        wg: Array,
+        tile: RowTile,
+        row: Array,
+        low: Array,
+        high: Array,
+        sinks: Ref | None,
+        out_ref: Ref,
+        s: dict[str, Ref],
     ) -> None:
         """Attention over the key tiles [low, high), of which there is one at least."""
         N, D = self.tiles.keys, self.head_dim
@@ -331,25 +287,27 @@ class _Kernel:
         self.finish(acc, top, total, sinks, out_ref, s["rows"].at[wg], tile, row)
 
     def softmax(
-        self, dots: Array, j: Array, tile: _Tile, row: Array, top: Array, total: Array, masked: bool
+        self, dots: Array, j: Array, tile: RowTile, row: Array, top: Array, total: Array, masked: bool
     ) -> tuple[Array, Array, Array, Array]:
         """(top, total, weights, factor by which earlier results shrink). Scores are in base 2."""
         scores, factor = self.logits(dots)
         if masked:
-            column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
-            if self.scoring.causal:
-                own = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA)
-                behind = self.token(row + own) + (tile.kv_len - tile.q_len - j * self.tiles.keys) - column
-                seen = behind >= 0
-                if self.scoring.sliding_window is not None:
-                    seen &= behind < self.scoring.sliding_window
-            else:
-                seen = column < tile.kv_len - j * self.tiles.keys
-            scores = jnp.where(seen, scores, -jnp.inf)
+            scores = jnp.where(self.seen(scores.shape, j, tile, row), scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
         shrink = jnp.exp2(top - new_top)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
         return new_top, total * shrink + weights.sum(axis=1), weights, shrink
+
+    def seen(self, shape: tuple[int, ...], j: Array, tile: RowTile, row: Array) -> Array:
+        """Whether each row sees each key of tile j."""
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        if not self.scoring.causal:
+            return column < tile.kv_len - j * self.tiles.keys
+        own = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+        behind = self.token(row + own) + (tile.kv_len - tile.q_len - j * self.tiles.keys) - column
+        if self.scoring.sliding_window is None:
+            return behind >= 0
+        return (behind >= 0) & (behind < self.scoring.sliding_window)
 
     def logits(self, dots: Array) -> tuple[Array, float]:
         """(x, factor) such that x * factor are the scores in base 2: the factor is part of the exponential's multiply-add."""
@@ -360,7 +318,15 @@ class _Kernel:
         return 1.0 - 2.0 / (1.0 + jnp.exp2(dots * (2.0 * LOG2E * self.scoring.scale / cap))), cap * LOG2E
 
     def finish(
-        self, acc: Array, top: Array, total: Array, sinks: Ref | None, out_ref: Ref, staged: Ref, tile: _Tile, row: Array
+        self,
+        acc: Array,
+        top: Array,
+        total: Array,
+        sinks: Ref | None,
+        out_ref: Ref,
+        staged: Ref,
+        tile: RowTile,
+        row: Array,
     ) -> None:
         """Divides by the weights' sum, in which a sink is one more key whose value is zero, and writes the result."""
         if sinks is not None:
@@ -372,7 +338,7 @@ class _Kernel:
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
         self.write(acc * lax.broadcast_in_dim(inverse, acc.shape, [0]), out_ref, staged, tile, row)
 
-    def sinks_of_rows(self, sinks: Ref, tile: _Tile, row: Array) -> Array:
+    def sinks_of_rows(self, sinks: Ref, tile: RowTile, row: Array) -> Array:
         """The sink of each row's head, in base 2."""
         own = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 0, layout=WGMMA)
         if self.pack == 1:
@@ -384,7 +350,7 @@ class _Kernel:
             out = jnp.where(head == i, sink, out)
         return out.max(axis=1)
 
-    def write(self, out: Array, out_ref: Ref, staged: Ref, tile: _Tile, row: Array) -> None:
+    def write(self, out: Array, out_ref: Ref, staged: Ref, tile: RowTile, row: Array) -> None:
         """Writes a warpgroup's rows by way of the shared memory of its queries; rows beyond the sequence's end as zeros."""
         own = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=WGMMA)
         out = jnp.where(self.token(row + own) < tile.q_len, out, 0.0).astype(staged.dtype)

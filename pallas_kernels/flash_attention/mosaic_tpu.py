@@ -35,7 +35,7 @@ _NOTHING = -1e30
 class Plan:
     """Static choices of one call. pair: KV heads in one block of lanes. group: query heads of a KV head.
 
-    queries, keys: tokens of a query block (a power of two) and of a key block. vmem_limit: bytes, None for the compiler's own.
+    queries, keys: tokens of a query block (a power of two) and of a key block. vmem_limit: bytes.
     """
 
     head_dim: int
@@ -43,7 +43,7 @@ class Plan:
     group: int
     queries: int
     keys: int
-    vmem_limit: int | None
+    vmem_limit: int
 
     @property
     def lanes(self) -> int:
@@ -60,15 +60,19 @@ class Plan:
 
 
 def make_plan(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: Any, blocks: Blocks) -> Plan:
-    """Blocks for arrays of these shapes (as padded by `attend`): those of the tuning file, no longer than there are tokens."""
+    """Blocks for arrays of these shapes: those of the tuning file, but not longer than there are tokens.
+
+    A query block has at most twice as many tokens as a key block: under a causal mask long ones waste the products above the diagonal.
+    """
     (Tq, H, D), (Tk, K) = q_shape[1:], k_shape[1:3]
     pair = max(LANES // D, 1)
     group = H // K
     least = SUBLANES * 4 // jnp.dtype(dtype).itemsize
     queries = least
-    while queries < Tq and queries * 2 * pair * group <= blocks.rows:
+    keys = min(blocks.keys, -(-Tk // LANES) * LANES)
+    while queries < min(Tq, 2 * keys) and queries * 2 * pair * group <= blocks.rows:
         queries *= 2
-    return Plan(D, pair, group, queries, min(blocks.keys, -(-Tk // LANES) * LANES), blocks.vmem_limit)
+    return Plan(D, pair, group, queries, keys, blocks.vmem_limit)
 
 
 def attend(
@@ -126,10 +130,11 @@ def attend(
     return out.reshape(B, -1, H + odd * plan.group, D)[:, :Tq, :H]
 
 
-def _kernel(*refs: Any, scoring: Scoring, plan: Plan, groups: int, items: int, has_sinks: bool) -> None:
-    q_lens, kv_lens, *refs = refs
-    sinks = refs.pop(0) if has_sinks else None
-    q_ref, k_hbm, v_hbm, out_ref, rows_ref, top_ref, total_ref, acc_ref, k_buf, v_buf, sems, cursor = refs
+def _kernel(
+    q_lens: Any, kv_lens: Any, *refs: Any, scoring: Scoring, plan: Plan, groups: int, items: int, has_sinks: bool
+) -> None:
+    sinks = refs[0] if has_sinks else None
+    q_ref, k_hbm, v_hbm, out_ref, rows_ref, top_ref, total_ref, acc_ref, k_buf, v_buf, sems, cursor = refs[has_sinks:]
     batch, item = lax.div(pl.program_id(0), groups), pl.program_id(1)
     kv_group = lax.rem(pl.program_id(0), groups)
     q_len, kv_len = q_lens[batch], kv_lens[batch]
@@ -149,7 +154,7 @@ def _kernel(*refs: Any, scoring: Scoring, plan: Plan, groups: int, items: int, h
     first_query = item * plan.queries
     seen_by_all = scoring.seen_by_all(first_query, first_query + plan.queries - 1, q_len, kv_len)
 
-    def visit(step: Any, _: None) -> None:
+    def visit(step: Any, carry: None) -> None:  # noqa: ARG001
         block = begin + step
         slot = stream.next_block(block)
         start = block * plan.keys
@@ -176,11 +181,11 @@ class _Mask:
     position: Any
     keys: Any
 
-    def seen(self, shape: tuple[int, int], plan: Plan, scoring: Scoring) -> Array:
+    def seen(self, shape: tuple[int, ...], plan: Plan, scoring: Scoring) -> Array:
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
         token = lax.broadcasted_iota(jnp.int32, shape, 0) & (plan.queries - 1)
         ahead = column - token
-        seen = ahead <= self.position if scoring.causal else column < self.keys
+        seen: Array = ahead <= self.position if scoring.causal else column < self.keys
         if scoring.sliding_window is not None:
             seen &= ahead > self.position - scoring.sliding_window
         return seen
@@ -266,26 +271,24 @@ def _write(
 ) -> None:
     """The results of `valid` queries, and zeros for the others."""
     real = lax.broadcasted_iota(jnp.int32, (plan.queries, plan.lanes), 0) < valid
-    pending = None
-    for head in range(plan.heads):
+
+    def result(head: int) -> Array:
         at = slice(head * plan.queries, (head + 1) * plan.queries)
-        total = jnp.sum(total_ref[at, :], axis=1, keepdims=True)
-        acc = acc_ref[at, :]
+        total, acc = jnp.sum(total_ref[at, :], axis=1, keepdims=True), acc_ref[at, :]
         if sinks is not None:
             # A sink is one more key, whose value is zero.
-            sink = sinks[first_head + head]
-            top = top_ref[at, :]
+            sink, top = sinks[first_head + head], top_ref[at, :]
             new_top = jnp.maximum(top, sink)
             shrink = jnp.exp2(top - new_top)
             total = total * shrink[:, :1] + jnp.exp2(sink - new_top[:, :1])
             acc = acc * _across(shrink, plan.lanes)
-        result = jnp.where(real, acc / jnp.where(total == 0.0, 1.0, total), 0.0)
-        if plan.pair == 1:
-            out_ref[:, head * plan.lanes : (head + 1) * plan.lanes] = result.astype(out_ref.dtype)
-            continue
-        place = head // plan.group
-        result = _only_half(_swap_halves(result) if head % 2 != place else result, head % 2)
-        if head % 2 == 0:
-            pending = result
-        else:
-            out_ref[:, head // 2 * LANES : (head // 2 + 1) * LANES] = (pending + result).astype(out_ref.dtype)
+        return jnp.where(real, acc / jnp.where(total == 0.0, 1.0, total), 0.0)
+
+    def half(head: int) -> Array:
+        """A head of 64 lanes in its place within two of them."""
+        own = result(head)
+        return _only_half(_swap_halves(own) if head % 2 != head // plan.group else own, head % 2)
+
+    for i in range(plan.heads // plan.pair):
+        register = result(i) if plan.pair == 1 else half(2 * i) + half(2 * i + 1)
+        out_ref[:, i * plan.lanes : (i + 1) * plan.lanes] = register.astype(out_ref.dtype)

@@ -81,7 +81,8 @@ class Stream:
         """The first query block from `item` on that sees anything; `items` if none does."""
 
         def sees_nothing(item: jax.Array) -> jax.Array:
-            return (item < self.items) & (self.blocks(item)[1] == 0)
+            nothing: jax.Array = (item < self.items) & (self.blocks(item)[1] == 0)
+            return nothing
 
         found: jax.Array = lax.while_loop(sees_nothing, lambda item: item + 1, item)
         return found

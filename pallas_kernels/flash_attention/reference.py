@@ -53,14 +53,20 @@ def attend(
             if scoring.sliding_window is not None:
                 seen &= key_at > query_at + offsets - scoring.sliding_window
             seen = seen[:, None, None]
-            dots = jnp.einsum("bkgqd,bktd->bkgqt", rows, k_block, precision=precision, preferred_element_type=jnp.float32)
+            dots = jnp.einsum(
+                "bkgqd,bktd->bkgqt", rows, k_block, precision=precision, preferred_element_type=jnp.float32
+            )
             scores = jnp.where(seen, scoring.scores(dots), _MASKED)
             new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
             weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0.0)
             shrink = jnp.exp(top - new_top)
             values = jnp.where(real[..., None], v_block, jnp.zeros((), v.dtype))  # 0 * NaN is NaN
             gained = jnp.einsum(
-                "bkgqt,bktd->bkgqd", weights.astype(v.dtype), values, precision=precision, preferred_element_type=jnp.float32
+                "bkgqt,bktd->bkgqd",
+                weights.astype(v.dtype),
+                values,
+                precision=precision,
+                preferred_element_type=jnp.float32,
             )
             return new_top, total * shrink + jnp.sum(weights, axis=-1), acc * shrink[..., None] + gained
 
@@ -70,9 +76,10 @@ def attend(
         carry = jax.lax.fori_loop(begin, stop, visit, _start(rows.shape, sinks))
         _, total, acc = carry
         out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
-        return jnp.where(query_at[:, None, None] < q_lens[:, None, None, None, None], out, 0.0).astype(q.dtype)
+        real: Array = query_at[:, None, None] < q_lens[:, None, None, None, None]
+        return jnp.where(real, out, 0.0).astype(q.dtype)
 
-    out = jax.lax.map(lambda xs: one_block(*xs), (jnp.arange(grouped.shape[0]), grouped))
+    out: Array = jax.lax.map(lambda xs: one_block(*xs), (jnp.arange(grouped.shape[0]), grouped))
     return out.transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, H, D)[:, :Tq]
 
 
