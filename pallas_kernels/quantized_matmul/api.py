@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
-from pallas_kernels.quantized_matmul.tuning import blocks_for, current_device_kind, tiles_for
+from pallas_kernels.quantized_matmul.tuning import blocks_for, tiles_for
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
 
 Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
