@@ -81,14 +81,16 @@ def h100_mesh() -> Mesh:
     return Mesh(topology.devices, ("device",))
 
 
-def compile_for_h100(function: Callable[..., Any], *args: Any) -> tuple[Any, list[KernelReport]]:
+def compile_for_h100(
+    function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+) -> tuple[Any, list[KernelReport]]:
     """Compiles `function` for arguments like `args` (arrays or shapes); returns it with a report on each Mosaic kernel
     in it."""
     mesh = h100_mesh()
     placed = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), _without_cache(), jax.set_mesh(mesh):
-        compiled = jax.jit(function).lower(*shapes).compile()
+        compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
         reports = [_report(ptx) for ptx in sorted(Path(folder).glob("*.ptx"))]
     return compiled, reports
 

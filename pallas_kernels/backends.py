@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -30,6 +31,10 @@ TRAITS: dict[Backend, Traits] = {
 }
 
 
+HOPPER_CHIPS = ("H100", "H200", "H800", "H20", "GH200")
+"""What the device kinds of chips with `wgmma` (sm_90a) have in their names."""
+
+
 def check_backend(name: str) -> Backend:
     """The name, known to be one of BACKENDS. Raises ValueError."""
     for backend in BACKENDS:
@@ -55,12 +60,42 @@ def layout_for(
     return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales)
 
 
+def is_hopper(device_kind: str) -> bool:
+    """Whether the Mosaic GPU kernels run there. Blackwell (sm_100) has no `wgmma`, nor have the chips before Hopper."""
+    return any(chip in device_kind for chip in HOPPER_CHIPS)
+
+
+def check_device(backend: Backend, platform: str, device_kind: str) -> None:
+    """Raises ValueError if `backend` does not run on such devices."""
+    wanted = TRAITS[backend].platform
+    if wanted not in (None, platform):
+        raise ValueError(f"it runs on {wanted} devices, but this is a {platform} ({device_kind})")
+    if backend == "mosaic_gpu" and platform == "gpu" and not is_hopper(device_kind):
+        raise ValueError(
+            f"it needs a Hopper chip (sm_90a, for wgmma), but this is a {device_kind}: `reference` runs there"
+        )
+
+
 def best_for(platform: str, device_kind: str) -> tuple[Backend, str]:
     """The backend for some devices, and why, for the log."""
     if platform == "tpu":
         return "mosaic_tpu", "Mosaic kernels for TPU"
-    if platform == "gpu" and any(chip in device_kind for chip in ("H100", "H200", "H800", "GH200")):
+    if platform == "gpu" and is_hopper(device_kind):
         return "mosaic_gpu", "Mosaic GPU kernels for Hopper"
     if platform == "gpu":
-        return "reference", f"XLA, as {device_kind} is no Hopper chip, which the Mosaic GPU kernels need"
+        return "reference", (
+            f"XLA, as {device_kind} is no Hopper chip (sm_90a), whose wgmma the Mosaic GPU kernels need; "
+            "of the quantized KV caches int8 runs on all chips, FP8 is emulated before sm_89"
+        )
     return "cpu_native", "native code for this CPU"
+
+
+def why_not_fp8(platform: str, compute_capability: str) -> str | None:
+    """Why an FP8 KV cache is a poor choice on a device, and what is better; None where the hardware converts FP8."""
+    if platform != "gpu" or not re.fullmatch(r"\d+\.\d+", compute_capability):
+        return None
+    if tuple(map(int, compute_capability.split("."))) >= (8, 9):
+        return None
+    return (
+        f"FP8 is emulated on chips of compute capability {compute_capability}: an int8 KV cache is as small and faster"
+    )

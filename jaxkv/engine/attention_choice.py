@@ -8,7 +8,8 @@ import jax
 
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
-from pallas_kernels.backends import TRAITS, Backend, best_for, check_backend
+from pallas_kernels.backends import Backend, best_for, check_backend, check_device, why_not_fp8
+from pallas_kernels.cuda_compiler import CudaCompilerError
 from pallas_kernels.native.build import NativeBuildError
 from pallas_kernels.ragged_paged_attention.api import prepare
 
@@ -17,6 +18,10 @@ log = logging.getLogger("jaxkv")
 
 def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
     """The backend that config asks for, or for auto the best for the device. Raises ConfigError if it cannot run there."""
+    if config.kv_cache_dtype.startswith("fp8"):
+        advice = why_not_fp8(device.platform, str(getattr(device, "compute_capability", "")))
+        if advice is not None:
+            log.warning("kv_cache_dtype %s: %s", config.kv_cache_dtype, advice)
     if config.attention_backend != "auto":
         return _asked_for(check_backend(config.attention_backend), device)
     backend, reason = best_for(device.platform, device.device_kind)
@@ -24,21 +29,20 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         backend, reason = "reference", "XLA, as native code for CPU reads no FP8 pages: int8 ones are faster here"
     try:
         prepare(backend)
-    except NativeBuildError as error:
-        backend, reason = "reference", f"XLA, as native code cannot be built here: {error}"
+    except (NativeBuildError, CudaCompilerError) as error:
+        reason = f"XLA, as {backend} cannot be used here: {error}"
+        backend = "reference"
     log.info("attention backend: %s (%s)", backend, reason)
     return backend
 
 
 def _asked_for(backend: Backend, device: jax.Device) -> Backend:
-    platform = TRAITS[backend].platform
-    if platform not in (None, device.platform):
-        raise ConfigError(
-            f"attention_backend {backend} runs on {platform} devices, but this is a {device.platform} ({device.device_kind}): "
-            "choose another, or auto"
-        )
+    try:
+        check_device(backend, device.platform, device.device_kind)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend {backend} cannot be used: {error}; choose another, or auto") from error
     try:
         prepare(backend)
-    except NativeBuildError as error:
+    except (NativeBuildError, CudaCompilerError) as error:
         raise ConfigError(f"attention_backend {backend} cannot be used here: {error}") from error
     return backend

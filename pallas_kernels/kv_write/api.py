@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import kv_orders_tpu
 from pallas_kernels.backends import Backend
 from pallas_kernels.kv_layout import KVLayout, KVPages
-from pallas_kernels.kv_write import cpu_native, mosaic_tpu, reference
+from pallas_kernels.kv_write import cpu_native, mosaic_gpu, mosaic_tpu, reference
 
 
 def write_kv(
@@ -32,6 +32,8 @@ def write_kv(
         return cpu_native.write(kv, layer, keys, values, pages, offsets)
     if backend == "mosaic_tpu":
         return _write_on_tpu(kv, layer, keys, values, pages, offsets, layout)
+    if backend == "mosaic_gpu":
+        return mosaic_gpu.write(kv, layer, keys, values, pages, offsets, layout=layout)
     return reference.write(kv, layer, keys, values, pages, offsets, layout=layout)
 
 

@@ -22,17 +22,26 @@ def largest(dtype: Any) -> float:
 
 def quantize(x: Float[Array, "T K D"], scale: Float[Array, "... one"], dtype: Any) -> Float[Array, "T K D"]:
     """x / scale as numbers of `dtype`; `scale` is [K, 1] or [T, K, 1]."""
+    return saturate(x.astype(jnp.float32) / jnp.broadcast_to(scale, (*x.shape[:2], 1)), dtype)
+
+
+def saturate(scaled: Float[Array, "*N"], dtype: Any) -> Float[Array, "*N"]:
+    """float32 numbers in `dtype`, as a pool of that dtype stores them."""
     kind = jnp.dtype(dtype)
     top = largest(kind)
-    scaled = jnp.clip(x.astype(jnp.float32) / jnp.broadcast_to(scale, (*x.shape[:2], 1)), -top, top)
+    scaled = jnp.clip(scaled, -top, top)
     if kind == jnp.int8:
         return jnp.round(scaled).astype(kind)
     smallest = _SMALLEST_NORMAL[kind.name]
-    tiny = jnp.where(jnp.abs(scaled) < smallest / 2, 0.0, jnp.copysign(smallest, scaled))
+    tiny = jnp.where(jnp.abs(scaled) < smallest / 2, 0.0, jnp.where(scaled < 0, -smallest, smallest))
     return jnp.where(jnp.abs(scaled) < smallest, tiny, scaled).astype(kind)
 
 
 def token_scales(x: Float[Array, "T K D"], dtype: Any) -> Float[Array, "T K"]:
     """Scales that map the largest number of each token and head to the largest of `dtype`; 1 where all are zero."""
-    peak = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1)
-    return jnp.where(peak == 0.0, 1.0, peak / largest(dtype))
+    return scale_of_peak(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1), dtype)
+
+
+def scale_of_peak(peak: Float[Array, "*N"], dtype: Any) -> Float[Array, "*N"]:
+    """The scale of rows whose largest magnitudes are `peak`. A product, as some compilers make one of a division by a constant."""
+    return jnp.where(peak == 0.0, jnp.ones_like(peak), peak * (1.0 / largest(dtype)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import cuda_compiler
 from pallas_kernels.backends import Backend
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.native import library
@@ -30,10 +31,12 @@ def check_supported(backend: Backend, layout: KVLayout, *, num_heads: int) -> No
 def prepare(backend: Backend) -> None:
     """Makes ready what `backend` needs in this process: cpu_native builds its library, once for a machine.
 
-    Raises NativeBuildError with one line of reason where that is not possible. Called when an engine is built.
+    Raises NativeBuildError or CudaCompilerError with one line of reason where that is not possible. Called when an engine is built.
     """
     if backend == "cpu_native":
         library.load()
+    elif backend == "mosaic_gpu":
+        cuda_compiler.check()
 
 
 def ragged_paged_attention(

@@ -67,14 +67,17 @@ def decode_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> decode_kernel.Deco
 def prefill_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> prefill_plan.PrefillTuning:
     """128 keys where shared memory and registers allow, else 64; one block on an SM.
 
-    128 keys halve the part of Q K^T that re-reads the queries from shared memory. Stages are powers of two: other
-    remainders cost the consumers registers that they do not have.
+    128 keys halve the part of Q K^T that re-reads the queries from shared memory. At head_dim 128 they leave no registers for a window,
+    a cap or sinks. Stages are powers of two: other remainders cost the consumers registers that they do not have.
     """
     D = spec.head_dim
     if spec.quantized:
         keys, stages, converted = {64: (128, 4, 2), 128: (64, 4, 2), 256: (64, 2, 1)}[D]
         return prefill_plan.PrefillTuning(num_sms, keys, stages, converted)
-    keys, stages = {64: (128, 4), 128: (128, 2), 256: (64, 2)}[D]
+    plain = spec.sliding_window is None and spec.soft_cap is None and not spec.has_sinks
+    if D == 128 and plain:
+        return prefill_plan.PrefillTuning(num_sms, keys=128, stages=2, registers=(232, 40))
+    keys, stages = {64: (128, 4), 128: (64, 4), 256: (64, 2)}[D]
     return prefill_plan.PrefillTuning(num_sms, keys, stages)
 
 

@@ -19,13 +19,15 @@ CONSUMERS = 2
 class PrefillTuning:
     """num_blocks: blocks of the persistent grid, one for each SM. keys: keys of a tile. stages: tiles of K and of V in flight.
 
-    converted: 16-bit tiles of K and of V that 8-bit pages are converted into.
+    converted: 16-bit tiles of K and of V that 8-bit pages are converted into. registers: of a thread of the consumers and of the
+    producer, multiples of 8 with 2 * consumers + producer <= 504.
     """
 
     num_blocks: int
     keys: int
     stages: int
     converted: int = 0
+    registers: tuple[int, int] = (216, 72)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from gpu_interpreter import gpu_interpreter
 from oracle_dense import Batch, attend, random_batch, relative_error
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
-from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prefill
+from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prefill_call
 
 pytestmark = [
     pytest.mark.interpret,
@@ -121,7 +121,7 @@ def test_a_planted_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consumers that do not wait for their tiles."""
-    monkeypatch.setattr(mosaic_gpu_prefill._Ring, "wait", lambda self, t: self.tiles.at[self.slot(t)])
+    monkeypatch.setattr(mosaic_gpu_prefill_call.Ring, "wait", lambda self, t: self.at(t))
     with pytest.raises(Exception, match=r"RACE|barrier|observed|phase"):
         run(random_batch(11, [(20, 20)], num_kv_heads=1))
 
