@@ -52,13 +52,18 @@ gpu_device_info {
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """What ptxas says about one kernel, and what its PTX holds. serialized: ptxas gave up the asynchrony of `wgmma`
-    (C7513 and kin)."""
+    """What ptxas says about one kernel, and what its PTX holds.
+
+    shared_bytes: of a thread block. local_instructions: loads and stores of local memory, spills not counted. serialized: ptxas
+    gave up the asynchrony of `wgmma` (C7513 and kin).
+    """
 
     name: str
     registers: int
     stack_bytes: int
     spill_bytes: int
+    shared_bytes: int
+    local_instructions: int
     wgmma: int
     tensor_copies: int
     bulk_copies: int
@@ -89,6 +94,7 @@ def compile_for_h100(
     mesh = h100_mesh()
     placed = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
+    jax.clear_caches()  # a kernel that was lowered before leaves no report
     with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), _without_cache(), jax.set_mesh(mesh):
         compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
         reports = [_report(ptx) for ptx in sorted(Path(folder).glob("*.ptx"))]
@@ -125,6 +131,7 @@ def _without_cache() -> Iterator[None]:
 
 def _report(ptx: Path) -> KernelReport:
     text = ptx.read_text()
+    module = ptx.with_name(f"{ptx.stem}.before_layout_inference.txt").read_text()
     said = "\n".join(
         path.read_text() for path in ptx.parent.glob(f"{ptx.stem}*") if "ptxas" in path.name or "resources" in path.name
     )
@@ -140,8 +147,17 @@ def _report(ptx: Path) -> KernelReport:
         registers=number(r"Used (\d+) registers"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        shared_bytes=_dynamic_shared_bytes(module),
+        local_instructions=len(re.findall(r"\b(?:ld|st)\.local\b", text)),
         wgmma=text.count("wgmma.mma_async"),
         tensor_copies=text.count("cp.async.bulk.tensor"),
         bulk_copies=text.count("cp.async.bulk.shared"),
         serialized="instructions are serialized" in said,
     )
+
+
+def _dynamic_shared_bytes(module: str) -> int:
+    found = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", module)
+    if found is None:
+        raise ValueError("the kernel's module does not say how much shared memory it is launched with")
+    return int(found.group(1))

@@ -76,7 +76,7 @@ def _without(schedule: Schedule, span: Span, left_out: list[Span]) -> list[Bundl
 
 
 def roofline(schedule: Schedule, timing: CoreTiming) -> Roofline:
-    """Of the innermost loop that holds both matmuls and copies from HBM."""
+    """Of the innermost loop that holds both matmuls and copies from HBM. Raises ValueError for a kernel without such a loop."""
     hot = [
         loop
         for loop in schedule.loops
@@ -86,6 +86,8 @@ def roofline(schedule: Schedule, timing: CoreTiming) -> Roofline:
         raise ValueError("no loop of this kernel holds both matmuls and copies from HBM")
     loop = min(hot, key=len)
     steady = _without(schedule, loop, _edges(schedule, loop))
+    if not any(op.name.startswith("vmatmul") for bundle in steady for op in bundle.operations):
+        raise ValueError("the loop that holds matmuls and copies has none outside of its inner loops and edges")
     item_cycles = 0
     around = [other for other in schedule.loops if other.contains(loop)]
     if around:
