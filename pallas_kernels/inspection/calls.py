@@ -16,7 +16,7 @@ from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.page_copy.api import copy_pages
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight
-from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.api import check_supported, ragged_paged_attention
 
 LAYERS = 2
 
@@ -64,7 +64,8 @@ def _array(*dims: int, dtype: Any = jnp.int32) -> Any:
 
 
 def _layout(shape: Shape, backend: Backend) -> KVLayout:
-    return layout_for(
+    """The pool of a call, known to be one that the attention kernels read, as an engine would check. Raises ValueError."""
+    layout = layout_for(
         backend,
         num_layers=LAYERS,
         num_kv_heads=shape.num_kv_heads,
@@ -73,6 +74,8 @@ def _layout(shape: Shape, backend: Backend) -> KVLayout:
         dtype=shape.dtype,
         static_scales=shape.static_scales,
     )
+    check_supported(backend, layout, num_heads=shape.num_heads)
+    return layout
 
 
 def _pool(layout: KVLayout, num_pages: int) -> KVPages:
