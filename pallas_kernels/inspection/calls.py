@@ -63,7 +63,7 @@ def _array(*dims: int, dtype: Any = jnp.int32) -> Any:
     return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
 
-def _layout(shape: Shape, backend: Backend) -> KVLayout:
+def layout_of(shape: Shape, backend: Backend) -> KVLayout:
     """The pool of a call, known to be one that the attention kernels read, as an engine would check. Raises ValueError."""
     layout = layout_for(
         backend,
@@ -93,7 +93,7 @@ def _visible(shape: Shape) -> float:
 
 def attention(shape: Shape, backend: Backend) -> Call:
     """Ragged paged attention of `queries` new tokens of each sequence."""
-    layout = _layout(shape, backend)
+    layout = layout_of(shape, backend)
     pages_per_seq = -(-shape.context // layout.page_size)
     S, T, H, D = shape.seqs, shape.seqs * shape.queries, shape.num_heads, shape.head_dim
 
@@ -128,7 +128,7 @@ def dense_attention(shape: Shape, backend: Backend) -> Call:
 
 def kv_write(shape: Shape, backend: Backend) -> Call:
     """A write of `tokens` new keys and values into one layer."""
-    layout = _layout(shape, backend)
+    layout = layout_of(shape, backend)
     T, K, D = shape.tokens, shape.num_kv_heads, shape.head_dim
 
     def call(kv: KVPages, layer: jax.Array, *rows: jax.Array) -> KVPages:
@@ -146,7 +146,7 @@ def kv_write(shape: Shape, backend: Backend) -> Call:
 
 def page_copy(shape: Shape, backend: Backend) -> Call:
     """A copy of `tokens` pages in all layers."""
-    layout = _layout(shape, backend)
+    layout = layout_of(shape, backend)
 
     def call(kv: KVPages, sources: jax.Array, targets: jax.Array) -> KVPages:
         return copy_pages(kv, sources, targets, layout=layout, backend=backend)
@@ -162,7 +162,8 @@ def page_copy(shape: Shape, backend: Backend) -> Call:
 
 
 def matmul(shape: Shape, backend: Backend) -> Call:
-    """One layer of a stack of quantized weights."""
+    """One layer of a stack of quantized weights; on CPU by XLA, which is what serves there."""
+    chosen = "reference" if backend == "cpu_native" else backend
     T, out, width, group = shape.tokens, shape.outputs, shape.inputs, 128
     if shape.kind == "int4":
         grouped = (LAYERS, width // group, out)
@@ -177,7 +178,7 @@ def matmul(shape: Shape, backend: Backend) -> Call:
         )
 
     def call(x: jax.Array, weight: QuantizedWeight, layer: jax.Array) -> jax.Array:
-        return quantized_matmul(x, weight, layer=layer, backend=cast(Any, backend))
+        return quantized_matmul(x, weight, layer=layer, backend=cast(Any, chosen))
 
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)) / LAYERS
     return Call(
