@@ -82,7 +82,7 @@ def assemble(
     generation_config: dict[str, Any],
     eos_ids: Sequence[int],
 ) -> Engine:
-    """Builds an engine from a model that is in host memory already, and warms it up."""
+    """Builds an engine from a model that is in host memory already, and warms it up. `params` is emptied on the way."""
     mesh = build_mesh(config.tensor_parallel_size)
     config = resolve_defaults(config, model, mesh.devices.flat[0])
     assert config.max_model_len

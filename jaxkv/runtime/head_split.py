@@ -41,10 +41,10 @@ def split_heads(config: ModelConfig, shards: int) -> ModelConfig:
 
 
 def split_params(config: ModelConfig, target: ModelConfig, params: Params) -> Params:
-    """Rearranges a host tree of `config` into one of `target = split_heads(config, shards)`."""
+    """Rearranges a host tree of `config` into one of `target = split_heads(config, shards)`, in its place, leaf by leaf."""
     if config == target:
         return params
-    layers = dict(params["layers"])
+    layers = params["layers"]
     copies = config.group_size // target.group_size
 
     def split_qkv(array: np.ndarray) -> np.ndarray:
@@ -61,7 +61,7 @@ def split_params(config: ModelConfig, target: ModelConfig, params: Params) -> Pa
     layers["gate_up"] = jax.tree.map(widen, layers["gate_up"])
     layers["o"] = _on_values(split_o, layers["o"])
     layers["down"] = _on_values(widen, layers["down"])
-    return {**params, "layers": layers}
+    return params
 
 
 def _on_values(change: Callable[[np.ndarray], np.ndarray], weight: Any) -> Any:

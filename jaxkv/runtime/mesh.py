@@ -66,7 +66,18 @@ def _mesh_axis(mesh: Mesh, name: str | None, size: int) -> str | None:
 
 
 def put_params(mesh: Mesh, config: ModelConfig, params: Params) -> Params:
-    """Moves a host parameter tree (numpy) onto the mesh."""
+    """Moves a host parameter tree (numpy) onto the mesh and empties it on the way: one leaf at a time is held twice."""
     quantized = isinstance(params["embed"], QuantizedWeight)
-    placed: Params = jax.tree.map(jax.device_put, params, param_shardings(mesh, config, quantized=quantized))
+    return _move(params, param_shardings(mesh, config, quantized=quantized))
+
+
+def _move(params: Params, shardings: dict[str, Any]) -> Params:
+    placed: Params = {}
+    for name in list(params):
+        leaf = params[name]
+        if isinstance(leaf, dict):
+            placed[name] = _move(leaf, shardings[name])
+        else:
+            placed[name] = jax.block_until_ready(jax.device_put(leaf, shardings[name]))
+        del leaf, params[name]
     return placed

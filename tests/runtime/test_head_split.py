@@ -47,8 +47,8 @@ def test_same_output(heads: tuple[int, int], shards: int) -> None:
     target = split_heads(config, shards)
     assert target.num_kv_heads % shards == 0
     assert target.intermediate_size % shards == 0
-    split = split_params(config, target, params)
-    np.testing.assert_allclose(hidden(target, split), hidden(config, params), atol=1e-5)
+    expected = hidden(config, params)
+    np.testing.assert_allclose(hidden(target, split_params(config, target, params)), expected, atol=1e-5)
 
 
 def test_fewer_kv_heads_than_devices_are_copied_in_whole_groups() -> None:
