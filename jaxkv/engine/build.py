@@ -22,7 +22,7 @@ from jaxkv.engine.attention_choice import choose_backend
 from jaxkv.engine.engine import Engine
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
-from jaxkv.runtime.head_split import split_heads, split_params
+from jaxkv.runtime.head_split import check_rotated, split_heads, split_params
 from jaxkv.runtime.mesh import build_mesh, put_params
 from jaxkv.runtime.runner import Runner
 from jaxkv.runtime.step import StepSpec
@@ -71,7 +71,10 @@ def check_early(config: EngineConfig, model: ModelConfig) -> None:
     """Raises ConfigError for what cannot work whatever the weights, before they are read."""
     mesh = build_mesh(config.tensor_parallel_size)
     _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0]), num_blocks=1)
-    _static_scales(config, model, split_heads(model, config.tensor_parallel_size))
+    split = split_heads(model, config.tensor_parallel_size)
+    if config.quantization is not None:
+        check_rotated(model, split)
+    _static_scales(config, model, split)
 
 
 def assemble(
@@ -92,6 +95,8 @@ def assemble(
     template = _chat_template(config, tokenizer)
     shards = config.tensor_parallel_size
     split = split_heads(model, shards)
+    if config.quantization is not None:
+        check_rotated(model, split)
     backend = check_backend(config.attention_backend)
     try:
         layout = layout_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -97,7 +98,8 @@ def _matmul(x: Float[Array, "T in"], weight: Weight, out_dtype: str | None = Non
     Two-dimensional on purpose: XLA's CPU backend multiplies by weights of more dimensions several times slower.
     """
     if isinstance(weight, QuantizedWeight):
-        flat = QuantizedWeight(weight.values.reshape(-1, x.shape[1]), weight.scales.reshape(-1), kind=weight.kind)
+        values, scales = weight.values.reshape(-1, x.shape[1]), weight.scales.reshape(-1)
+        flat = dataclasses.replace(weight, values=values, scales=scales)
         return quantized_matmul(x, flat, out_dtype=out_dtype)
     flat_weight = weight.reshape(-1, x.shape[1])
     product = jnp.einsum("ti,oi->to", x, flat_weight, preferred_element_type=jnp.float32)

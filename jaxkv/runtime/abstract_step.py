@@ -46,7 +46,7 @@ def abstract_params(spec: StepSpec) -> dict[str, Any]:
             return jax.ShapeDtypeStruct(param.shape, jnp.dtype(spec.dtype))
         values: Any = jax.ShapeDtypeStruct(param.shape, jnp.int8)
         scales: Any = jax.ShapeDtypeStruct(param.shape[: len(param.shape) - param.inputs], jnp.float32)
-        return QuantizedWeight(values, scales, kind="int8")
+        return QuantizedWeight(values, scales, kind="int8", rotated=True)
 
     tree: dict[str, Any] = jax.tree.map(
         leaf, declare_params(spec.model), is_leaf=lambda entry: isinstance(entry, ParamSpec)

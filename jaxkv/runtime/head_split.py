@@ -16,6 +16,7 @@ import numpy as np
 from jaxkv.core.errors import ConfigError
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
+from pallas_kernels.quantized_matmul.rotation import BLOCK
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 
@@ -38,6 +39,18 @@ def split_heads(config: ModelConfig, shards: int) -> ModelConfig:
     heads = padded(copies)
     width = -(-config.intermediate_size // shards) * shards
     return dataclasses.replace(config, num_kv_heads=heads, num_heads=heads * (G // copies), intermediate_size=width)
+
+
+def check_rotated(config: ModelConfig, target: ModelConfig) -> None:
+    """Raises ConfigError where padding would move the end of the inputs that quantized weights are rotated in."""
+    widths = {"hidden size of the MLP": (config.intermediate_size, target.intermediate_size)}
+    widths["width of attention"] = (config.num_heads * config.head_dim, target.num_heads * target.head_dim)
+    for name, (width, padded) in widths.items():
+        if width % BLOCK and width // BLOCK != padded // BLOCK:
+            raise ConfigError(
+                f"int8 weights are rotated in blocks of {BLOCK}: the {name}, {width}, is no multiple of it, and cannot be padded to "
+                f"{padded} for this tensor_parallel_size: choose another, or leave out the quantization"
+            )
 
 
 def split_params(config: ModelConfig, target: ModelConfig, params: Params) -> Params:

@@ -46,7 +46,7 @@ def param_shardings(mesh: Mesh, config: ModelConfig, *, quantized: bool) -> dict
         if spec.norm or not quantized:
             return values
         scales: Any = NamedSharding(mesh, PartitionSpec(*axes[: len(axes) - spec.inputs]))
-        return QuantizedWeight(cast(Any, values), scales, kind="int8")
+        return QuantizedWeight(cast(Any, values), scales, kind="int8", rotated=True)
 
     shardings: dict[str, Any] = jax.tree.map(
         sharding, declare_params(config), is_leaf=lambda leaf: isinstance(leaf, ParamSpec)

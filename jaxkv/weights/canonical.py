@@ -66,7 +66,7 @@ def _allocate(spec: ParamSpec, dtype: str, quantization: str | None) -> Any:
         return np.empty(spec.shape, np.float32 if spec.norm else _DTYPES[dtype])
     values: Any = np.empty(spec.shape, np.int8)
     scales: Any = np.empty(spec.shape[: len(spec.shape) - spec.inputs], np.float32)
-    return QuantizedWeight(values, scales, kind="int8")
+    return QuantizedWeight(values, scales, kind="int8", rotated=True)
 
 
 def _part(weight: Any, *at: Any) -> Any:
@@ -157,7 +157,7 @@ def _fill(slot: _Slot, reader: TensorReader) -> None:
 def _store(target: Any, values: FloatArray) -> None:
     """Copies rows into a part of the tree, quantizing them on the way where it is quantized."""
     if isinstance(target, QuantizedWeight):
-        quantized = quantize(values.reshape(math.prod(target.scales.shape), -1), "int8")
+        quantized = quantize(values.reshape(math.prod(target.scales.shape), -1), "int8", rotated=True)
         target.values[...] = quantized.values.reshape(target.values.shape)
         target.scales[...] = quantized.scales.reshape(target.scales.shape)
     else:

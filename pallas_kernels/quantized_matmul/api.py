@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backends import is_hopper
 from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.quantized_matmul.rotation import rotate
 from pallas_kernels.quantized_matmul.tuning import blocks_for, tiles_for
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
 
@@ -83,6 +84,8 @@ def quantized_matmul(
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
     dtype = jnp.dtype(out_dtype or x.dtype)
+    if weight.rotated:
+        x = rotate(x)
     if backend == "reference":
         return reference.matmul(x, weight if layer is None else _slice(weight, layer), dtype)
     if layer is None:

@@ -27,6 +27,8 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.quantized_matmul.rotation import rotate_weight, unrotate
+
 Kind = Literal["int8", "fp8_e4m3", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 GROUPS = (32, 64, 128)
@@ -41,12 +43,16 @@ _FLOAT32_BLOCK = 1 << 20
 
 @struct.dataclass
 class QuantizedWeight:
-    """A weight [..., out, in] in 8 or 4 bits; see the module's table. Arrays are numpy's on the host, JAX's on devices."""
+    """A weight [..., out, in] in 8 or 4 bits; see the module's table. Arrays are numpy's on the host, JAX's on devices.
+
+    rotated: the values stand for the weight after `rotation.rotate_weight`, and activations are rotated before they meet them.
+    """
 
     values: jax.Array
     scales: jax.Array
     zero_points: jax.Array | None = None
     kind: Kind = struct.field(pytree_node=False, kw_only=True)  # type: ignore[no-untyped-call]
+    rotated: bool = struct.field(pytree_node=False, kw_only=True, default=False)  # type: ignore[no-untyped-call]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,17 +71,20 @@ class QuantizedWeight:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def quantize(weight: np.ndarray[Any, Any], kind: Kind, *, group: int = 128) -> QuantizedWeight:
+def quantize(weight: np.ndarray[Any, Any], kind: Kind, *, group: int = 128, rotated: bool = False) -> QuantizedWeight:
     """Quantizes a host array [..., out, in] of any float dtype; the result holds numpy arrays.
 
     int8 and fp8_e4m3: symmetric, the largest magnitude of a row becomes 127 or 448. int4: each `group` inputs of a row are spread
     over 0..15 from their minimum to their maximum, zero included. A row (or group) of zeros stays zeros.
+    rotated: with inputs rotated, int8 only: an FP8 activation is as exact beside an outlier, and int4's are not quantized.
     Beside the result this takes a few MiB, however large the weight is.
 
     Raises ValueError for a weight that is not a matrix or a stack of them, holds NaN or infinity, or has a length that the kind
     cannot pack.
     """
     check_kind(kind)
+    if rotated and kind != "int8":
+        raise ValueError(f"{kind} weights are not rotated: only int8 activations suffer from outliers")
     if weight.ndim < 2:
         raise ValueError(f"a weight to quantize must be [..., out, in], not of shape {weight.shape}")
     *lead, width = weight.shape
@@ -94,18 +103,22 @@ def quantize(weight: np.ndarray[Any, Any], kind: Kind, *, group: int = 128) -> Q
                     "it cannot be quantized"
                 )
             if zero_points is None:
-                values[index][rows], scales[index][rows] = _quantize_rows(wide, kind)
+                turned = rotate_weight(wide) if rotated else wide
+                values[index][rows], scales[index][rows] = _quantize_rows(turned, kind)
             else:
                 values[index][rows], group_scales, group_zeros = _quantize_groups(wide, group)
                 scales[index][:, rows], zero_points[index][:, rows] = group_scales.T, group_zeros.T
     arrays = cast(tuple[jax.Array, jax.Array, jax.Array | None], (values, scales, zero_points))
-    return QuantizedWeight(*arrays, kind=kind)
+    return QuantizedWeight(*arrays, kind=kind, rotated=rotated)
 
 
 def dequantize(weight: QuantizedWeight, dtype: Any = jnp.float32) -> Float[Array, "*lead in"]:
     """The weight as floats: what it stands for, in float32, rounded once to `dtype`."""
     if weight.kind != "int4":
-        return (weight.values.astype(jnp.float32) * weight.scales[..., None]).astype(dtype)
+        wide = weight.values.astype(jnp.float32) * weight.scales[..., None]
+        return (unrotate(wide.reshape(-1, wide.shape[-1])).reshape(wide.shape) if weight.rotated else wide).astype(
+            dtype
+        )
     assert weight.zero_points is not None
     shape = weight.shape
     grouped = unpack_int4(weight.values).reshape(*shape[:-1], -1, weight.group)
@@ -119,7 +132,9 @@ def lookup(table: QuantizedWeight, rows: Int[Array, " T"], dtype: Any) -> Float[
         return array.at[rows].get(mode="promise_in_bounds")
 
     if table.kind != "int4":
-        return dequantize(QuantizedWeight(pick(table.values), pick(table.scales), kind=table.kind), dtype)
+        rotated = table.rotated
+        picked = QuantizedWeight(pick(table.values), pick(table.scales), kind=table.kind, rotated=rotated)
+        return dequantize(picked, dtype)
     assert table.zero_points is not None
     grouped = unpack_int4(pick(table.values)).reshape(len(rows), -1, table.group)
     return _restore(grouped, pick(table.scales.T), pick(table.zero_points.T)).reshape(len(rows), -1).astype(dtype)

@@ -15,6 +15,7 @@ from oracle.goldens import load_tiny_golden
 from jaxkv import ConfigError, Engine, EngineConfig, SamplingParams
 from jaxkv.weights.hub import resolve
 from jaxkv.weights.load import load_model
+from pallas_kernels.quantized_matmul.rotation import rotate_weight
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 JOBS = mixed_jobs(20)
@@ -55,6 +56,7 @@ def test_loading_quantizes_each_output_by_itself() -> None:
     for weight, quantized, inputs in pairs:
         assert isinstance(quantized, QuantizedWeight)
         rows = weight.reshape(*weight.shape[: weight.ndim - inputs], -1)
+        rows = rotate_weight(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
         scales = np.abs(rows).max(axis=-1) / 127
         np.testing.assert_allclose(quantized.scales, scales, rtol=1e-6)
         error = np.abs(np.asarray(quantized.values).reshape(rows.shape) * scales[..., None] - rows)
@@ -77,7 +79,7 @@ def perplexity(engine: Engine, ids: list[int], window: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_perplexity_stays_near_that_of_bfloat16() -> None:
-    """Measured: 3.5 % above it. On 20,000 tokens of text that comes with Python: the source of its modules, half of it English."""
+    """On 20,000 tokens of text that comes with Python: the source of its modules, half of it English."""
     import argparse
     import asyncio
     import collections
@@ -112,4 +114,4 @@ def test_perplexity_stays_near_that_of_bfloat16() -> None:
 
     plain, quantized = measured(None), measured("int8")
     assert 1 < plain < 50
-    assert quantized == pytest.approx(plain, rel=0.05)
+    assert quantized == pytest.approx(plain, rel=0.01)

@@ -15,7 +15,7 @@ from jaxkv.core.errors import ConfigError
 from jaxkv.models import decoder
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
-from jaxkv.runtime.head_split import split_heads, split_params
+from jaxkv.runtime.head_split import check_rotated, split_heads, split_params
 
 
 def model(num_heads: int, num_kv_heads: int) -> ModelConfig:
@@ -64,3 +64,10 @@ def test_heads_that_do_not_divide_are_padded() -> None:
 def test_more_devices_than_query_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 8, but the model has 4 query heads"):
         split_heads(model(4, 2), 8)
+
+
+def test_rotated_weights_that_padding_would_misalign_are_refused() -> None:
+    wide = dataclasses.replace(TINY, intermediate_size=127)
+    with pytest.raises(ConfigError, match=r"blocks of 64: the hidden size of the MLP, 127, .* padded to 128"):
+        check_rotated(wide, split_heads(wide, 2))
+    check_rotated(TINY, split_heads(TINY, 4))
