@@ -27,7 +27,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantized_matmul.rotation import rotate_weight, unrotate
+from pallas_kernels.quantized_matmul.rotation import rotate, rotate_weight
 
 Kind = Literal["int8", "fp8_e4m3", "int4"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -116,9 +116,7 @@ def dequantize(weight: QuantizedWeight, dtype: Any = jnp.float32) -> Float[Array
     """The weight as floats: what it stands for, in float32, rounded once to `dtype`."""
     if weight.kind != "int4":
         wide = weight.values.astype(jnp.float32) * weight.scales[..., None]
-        return (unrotate(wide.reshape(-1, wide.shape[-1])).reshape(wide.shape) if weight.rotated else wide).astype(
-            dtype
-        )
+        return (rotate(wide.reshape(-1, wide.shape[-1])).reshape(wide.shape) if weight.rotated else wide).astype(dtype)
     assert weight.zero_points is not None
     shape = weight.shape
     grouped = unpack_int4(weight.values).reshape(*shape[:-1], -1, weight.group)
