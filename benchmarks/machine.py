@@ -28,9 +28,13 @@ def print_conditions(found: dict[str, Any]) -> None:
         print(f"{name.replace('_', ' ') + ':':<20} {shown}")
 
 
+def cpus() -> list[int]:
+    """The numbers of the CPUs that this process, and what it starts, may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def cores() -> int:
-    """CPUs that this process, and what it starts, may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(cpus())
 
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

