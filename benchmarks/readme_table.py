@@ -31,8 +31,10 @@ def filled(text: str, root: Path = ROOT) -> str:
 
     def block(match: re.Match[str]) -> str:
         path = Path(match[2])
-        result = json.loads((root / path).read_text(encoding="utf-8"))
-        return match[1] + "\n".join(comparison(result, path)) + "\n" + match[3]
+        lines = ["Not measured yet."]
+        if (root / path).exists():
+            lines = comparison(json.loads((root / path).read_text(encoding="utf-8")), path)
+        return match[1] + "\n".join(lines) + "\n" + match[3]
 
     return _BLOCK.sub(block, text)
 
@@ -51,7 +53,7 @@ def comparison(result: dict[str, Any], path: Path) -> list[str]:
         *tables(result),
         "",
         *(
-            f"- {server['name']} {server['version']}: `{command_line(server['command'])}`"
+            f"- {server['name']} {server['version']}: `{command_line(server['command'], server['environment'])}`"
             for server in found["servers"]
         ),
         "",
