@@ -57,13 +57,17 @@ def main(
             if find_spec("matplotlib") is None:
                 raise SystemExit('the picture needs matplotlib: pip install -e ".[notebook]"')
             servers = [*jaxkv_variants(model, server_option or []), *peers(against, model)]
-            result = compare(model, servers, rounds, load)
+            result = compare(model, servers, rounds, load, path)
             draw(result, path.with_suffix(".png"))
             print("\n".join(["", *tables(result), ""]))
     except JaxkvError as error:
         raise SystemExit(str(error)) from error
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    save(result, path)
     print(f"saved to {path}")
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def measure_alone(model: str, options: list[str], load: Load) -> dict[str, Any]:
@@ -89,8 +93,8 @@ def measure_alone(model: str, options: list[str], load: Load) -> dict[str, Any]:
     return {"conditions": found, "start_to_ready_s": seconds, "runs": runs}
 
 
-def compare(model: str, servers: list[Server], rounds: int, load: Load) -> dict[str, Any]:
-    """All turns; see `benchmarks.comparison` for how to read the result."""
+def compare(model: str, servers: list[Server], rounds: int, load: Load, path: Path) -> dict[str, Any]:
+    """All turns; see `benchmarks.comparison` for how to read the result. What was measured is saved, should a later turn fail."""
     found = {
         "model": model,
         **conditions(),
@@ -107,10 +111,11 @@ def compare(model: str, servers: list[Server], rounds: int, load: Load) -> dict[
         ],
     }
     print_conditions({name: value for name, value in found.items() if name != "servers"})
-    return {
-        "conditions": found,
-        "turns": [measure_turn(number, server, load) for number, server in turns(servers, rounds)],
-    }
+    result: dict[str, Any] = {"conditions": found, "turns": []}
+    for number, server in turns(servers, rounds):
+        result["turns"].append(measure_turn(number, server, load))
+        save(result, path)
+    return result
 
 
 def measured(benchmark: Benchmark) -> dict[str, Any]:
