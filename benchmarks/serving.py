@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 import urllib.request
 from importlib.util import find_spec
@@ -47,6 +49,8 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="With --against: turns of each server.")] = 3,
     output: Annotated[Path | None, typer.Option(help="The JSON to write; a name with the date if not given.")] = None,
 ) -> None:
+    # So that a server which is running ends as well.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     load = Load(tuple(concurrency or (1, 8, 32)), num_prompts, input_len, output_len)
     path = output or RESULTS / f"serving-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(exist_ok=True)
