@@ -50,7 +50,7 @@ def main(
     output: Annotated[Path | None, typer.Option(help="The JSON to write; a name with the date if not given.")] = None,
 ) -> None:
     # So that a server which is running ends as well.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     load = Load(tuple(concurrency or (1, 8, 32)), num_prompts, input_len, output_len)
     path = output or RESULTS / f"serving-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.parent.mkdir(exist_ok=True)
