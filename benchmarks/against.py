@@ -14,7 +14,7 @@ from jaxkv.bench.report import report_lines
 from jaxkv.bench.serving import Benchmark, run
 from jaxkv.bench.workload import BenchmarkError
 
-WARM_UP = {"num_prompts": 8, "max_concurrency": 8, "output_len": 16}
+WARM_UP: dict[str, Any] = {"num_prompts": 8, "max_concurrency": 8, "output_len": 16}
 WARM_UP_SEED = 1_000_000
 LEAST_PROMPTS = 12
 PROMPTS_PER_SLOT = 6
