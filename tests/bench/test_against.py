@@ -14,7 +14,7 @@ from fixtures.scripted_engine import ScriptedEngine, say
 
 from benchmarks.against import WARM_UP, WARM_UP_SEED, Load, check, measure_server, seed_of, turns
 from benchmarks.machine import has_amx
-from benchmarks.servers import PEERS, Server, hf_directory, peers, running
+from benchmarks.servers import PEERS, Server, hf_directory, jaxkv_variants, peers, running
 from jaxkv.bench.events import Outcome
 from jaxkv.bench.workload import BenchmarkError
 from jaxkv.weights.source import ModelSource
@@ -118,6 +118,45 @@ def test_peers_that_are_unknown_or_not_installed(monkeypatch: pytest.MonkeyPatch
     for name in PEERS:
         with pytest.raises(BenchmarkError, match="make bench-peers"):
             peers(name, "m")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Both peers, as far as the commands that start them go, and a model as a GGUF file."""
+    for environment in (".venv-llamacpp", ".venv-vllm"):
+        (tmp_path / environment).mkdir()
+        (tmp_path / environment / ".done").touch()
+    monkeypatch.setattr("benchmarks.servers.ROOT", tmp_path)
+    monkeypatch.setattr("benchmarks.servers._ask", lambda python, program: "answer")
+    source = ModelSource("gguf", tmp_path / "tiny.Q4_1.gguf", "m")
+    monkeypatch.setattr("benchmarks.servers.resolve", lambda name: source)
+    monkeypatch.setattr("benchmarks.servers.hf_directory", lambda source: tmp_path / "hf")
+    monkeypatch.setattr("benchmarks.servers.cpus", lambda: [2, 3, 5])
+    return tmp_path
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_how_the_peers_are_started(installed: Path, monkeypatch: pytest.MonkeyPatch, amx: bool) -> None:
+    monkeypatch.setattr("benchmarks.servers.has_amx", lambda: amx)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    first, second = peers("llama.cpp,vllm", "m")
+    assert (first.name, first.weights, second.name, second.weights) == ("llama.cpp", "GGUF Q4_1", "vLLM", "bfloat16")
+    assert ("--no-repack" in first.command) == amx
+    assert first.command[first.command.index("--ctx-size") + 1] == str(32 * 2048)
+    assert second.environment["VLLM_CPU_OMP_THREADS_BIND"] == "2,3,5"
+    ours = jaxkv_variants("m")
+    assert [one.weights for one in ours] == ["bfloat16", "int8"]
+    for flag in ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes"):
+        values = {one.command[one.command.index(flag) + 1] for one in [*ours, second]}
+        assert len(values) == 1
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    assert peers("vllm", "m")[0].environment["VLLM_CPU_OMP_THREADS_BIND"] == "auto"
+
+
+def test_llama_cpp_needs_a_gguf_file(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.servers.resolve", lambda name: ModelSource("hf_dir", installed, "m"))
+    with pytest.raises(BenchmarkError, match="llama.cpp needs a GGUF file, and m is"):
+        peers("llama.cpp", "m")
 
 
 def test_a_hugging_face_directory_is_taken_as_it_is(tmp_path: Path) -> None:
