@@ -127,10 +127,10 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         (tmp_path / environment).mkdir()
         (tmp_path / environment / ".done").touch()
     monkeypatch.setattr("benchmarks.servers.ROOT", tmp_path)
-    monkeypatch.setattr("benchmarks.servers._ask", lambda python, program: "answer")
+    monkeypatch.setattr("benchmarks.servers._ask", lambda *_: "answer")
     source = ModelSource("gguf", tmp_path / "tiny.Q4_1.gguf", "m")
-    monkeypatch.setattr("benchmarks.servers.resolve", lambda name: source)
-    monkeypatch.setattr("benchmarks.servers.hf_directory", lambda source: tmp_path / "hf")
+    monkeypatch.setattr("benchmarks.servers.resolve", lambda _: source)
+    monkeypatch.setattr("benchmarks.servers.hf_directory", lambda _: tmp_path / "hf")
     monkeypatch.setattr("benchmarks.servers.cpus", lambda: [2, 3, 5])
     return tmp_path
 
@@ -154,8 +154,8 @@ def test_how_the_peers_are_started(installed: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_llama_cpp_needs_a_gguf_file(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.servers.resolve", lambda name: ModelSource("hf_dir", installed, "m"))
-    with pytest.raises(BenchmarkError, match="llama.cpp needs a GGUF file, and m is"):
+    monkeypatch.setattr("benchmarks.servers.resolve", lambda _: ModelSource("hf_dir", installed, "m"))
+    with pytest.raises(BenchmarkError, match=r"llama\.cpp needs a GGUF file, and m is"):
         peers("llama.cpp", "m")
 
 
