@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,21 +51,10 @@ def comparison(result: dict[str, Any], path: Path) -> list[str]:
         "",
         *tables(result),
         "",
-        *(
-            f"- {server['name']} {server['version']}: `{command_line(server['command'], server['environment'])}`"
-            for server in found["servers"]
-        ),
+        *(f"- {server['name']} {server['version']}: `{server['command']}`" for server in found["servers"]),
         "",
         f"![Output tokens per second and time to first token]({path.with_suffix('.png').as_posix()})",
     ]
-
-
-def command_line(command: list[str], environment: dict[str, str]) -> str:
-    """As a person would type it: paths by their last part, without the port."""
-    words = [word.rstrip("/").rsplit("/", 1)[-1] for word in command]
-    at = words.index("--port")
-    settings = [f"{name}={value}" for name, value in environment.items()]
-    return shlex.join(settings + words[:at] + words[at + 2 :])
 
 
 if __name__ == "__main__":

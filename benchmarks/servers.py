@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import platformdirs
 
-from benchmarks.machine import cores, cpus, has_amx, installed
+from benchmarks.machine import cores, cpus, has_amx
+from jaxkv import __version__
 from jaxkv.bench.workload import BenchmarkError
 from jaxkv.cli.convert import write_hf_dir
 from jaxkv.weights.hub import resolve
@@ -56,11 +58,19 @@ class Server:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def command_line(server: Server) -> str:
+    """As a person would type it: paths by their last part, without the port."""
+    words = [word.rstrip("/").rsplit("/", 1)[-1] for word in server.command]
+    at = words.index("--port")
+    settings = [f"{name}={value}" for name, value in server.environment.items()]
+    return shlex.join(settings + words[:at] + words[at + 2 :])
+
+
 def jaxkv(model: str, options: Sequence[str] = (), *, name: str = "jaxkv", weights: str = "") -> Server:
     return Server(
         name=name,
         weights=weights,
-        version=installed("jaxkv"),
+        version=__version__,
         command=(sys.executable, "-m", "jaxkv", "serve", model, "--port", "{port}", *options),
         ready="/ready",
     )
@@ -95,6 +105,8 @@ def llama_cpp(model: str) -> Server:
             str(source.path),
             "--port",
             "{port}",
+            "--alias",
+            Path(model).name,
             *size,
             *threads,
             *repack,
@@ -119,6 +131,8 @@ def vllm(model: str) -> Server:
             str(hf_directory(resolve(model))),
             "--port",
             "{port}",
+            "--served-model-name",
+            Path(model).name,
             "--dtype",
             "bfloat16",
             *_LIMITS,

@@ -27,7 +27,7 @@ from benchmarks.against import Load, measure_turn, turns
 from benchmarks.comparison import tables
 from benchmarks.machine import conditions, print_conditions
 from benchmarks.picture import draw
-from benchmarks.servers import Server, jaxkv, jaxkv_variants, peers, running
+from benchmarks.servers import Server, command_line, jaxkv, jaxkv_variants, peers, running
 from jaxkv.bench.report import report_lines
 from jaxkv.bench.serving import Benchmark, run
 from jaxkv.core.errors import JaxkvError
@@ -104,13 +104,7 @@ def compare(model: str, servers: list[Server], rounds: int, load: Load, path: Pa
         **conditions(),
         "load": {"input_len": load.input_len, "output_len": load.output_len},
         "servers": [
-            {
-                "name": server.name,
-                "version": server.version,
-                "weights": server.weights,
-                "command": server.command,
-                "environment": server.environment,
-            }
+            {"name": server.name, "version": server.version, "weights": server.weights, "command": command_line(server)}
             for server in servers
         ],
     }

@@ -14,7 +14,7 @@ from fixtures.scripted_engine import ScriptedEngine, say
 
 from benchmarks.against import WARM_UP, WARM_UP_SEED, Load, check, measure_server, seed_of, turns
 from benchmarks.machine import has_amx
-from benchmarks.servers import PEERS, Server, hf_directory, jaxkv_variants, peers, running
+from benchmarks.servers import PEERS, Server, command_line, hf_directory, jaxkv_variants, peers, running
 from jaxkv.bench.events import Outcome
 from jaxkv.bench.workload import BenchmarkError
 from jaxkv.weights.source import ModelSource
@@ -161,6 +161,11 @@ def test_llama_cpp_needs_a_gguf_file(installed: Path, monkeypatch: pytest.Monkey
 
 def test_a_hugging_face_directory_is_taken_as_it_is(tmp_path: Path) -> None:
     assert hf_directory(ModelSource("hf_dir", tmp_path, "m")) == tmp_path
+
+
+def test_commands_are_shown_without_this_machine() -> None:
+    one = server("x", "/a/b/python", "-m", "jaxkv", "serve", "/m n", "--port", "{port}", "--x")
+    assert command_line(replace(one, environment={"CPUS": "0,1"})) == "CPUS=0,1 python -m jaxkv serve 'm n' --x"
 
 
 def test_amx_is_read_from_the_flags(tmp_path: Path) -> None:

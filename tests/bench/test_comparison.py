@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.comparison import pairs, ratio, spread, start_to_ready, tables
 from benchmarks.picture import draw
-from benchmarks.readme_table import README, ROOT, command_line, filled
+from benchmarks.readme_table import README, ROOT, filled
 
 SPEEDS = {
     "jaxkv bfloat16": [(10.0, 100.0), (30.0, 300.0), (20.0, 200.0)],
@@ -34,11 +34,7 @@ def result() -> dict[str, Any]:
                 for limit, speed in zip((1, 8), speeds[number], strict=True)
             ]
             turns.append({"round": number + 1, "server": name, "start_to_ready_s": 5.0 + number, "runs": runs})
-    command = ["/x/serve", "--port", "{port}", "/y/m b"]
-    servers = [
-        {"name": name, "version": "1.0", "weights": name.split()[-1], "command": command, "environment": {}}
-        for name in SPEEDS
-    ]
+    servers = [{"name": name, "version": "1.0", "weights": name.split()[-1], "command": "serve --x"} for name in SPEEDS]
     conditions = {
         "model": "tiny",
         "cpu": "Some CPU",
@@ -86,13 +82,8 @@ def test_a_block_is_written_between_its_markers(tmp_path: Path) -> None:
     assert "old" not in text
     assert "Medians of 3 interleaved rounds" in text
     assert "load average 0.2 before" in " ".join(text.split())
-    assert "- vLLM 1.0: `serve 'm b'`" in text
+    assert "- vLLM 1.0: `serve --x`" in text
     assert filled(text, tmp_path) == text
-
-
-def test_commands_are_shown_without_this_machine() -> None:
-    command = ["/a/b/python", "-m", "jaxkv", "serve", "m", "--port", "{port}", "--x"]
-    assert command_line(command, {"CPUS": "0,1"}) == "CPUS=0,1 python -m jaxkv serve m --x"
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
