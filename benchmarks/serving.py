@@ -1,72 +1,119 @@
 """Starts the server, loads it over HTTP at several concurrencies, and tells the conditions with the numbers.
 
     python benchmarks/serving.py [--model M] [--concurrency 1 --concurrency 8 ...]
+    python benchmarks/serving.py --against llama.cpp,vllm [--rounds 3] [--output benchmarks/results/serving-against.json]
 
 Each run: 96 requests (more than the concurrency, in any case) of 128 prompt tokens and 64 output tokens, streamed.
-Writes benchmarks/results/serving-<date>.json.
+Writes benchmarks/results/serving-<date>.json. With --against, jaxkv (bfloat16 and int8) and the peers that `make bench-peers`
+installs take turns, one server at a time, each started anew; then medians and ratios are printed, and a PNG is drawn as well.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.against import Load, measure_turn, turns
+from benchmarks.comparison import tables
+from benchmarks.machine import conditions, print_conditions
+from benchmarks.picture import draw
+from benchmarks.servers import Server, command_line, jaxkv, jaxkv_variants, peers, running
 from jaxkv.bench.report import report_lines
 from jaxkv.bench.serving import Benchmark, run
+from jaxkv.core.errors import JaxkvError
 from jaxkv.weights.catalog import DEFAULT_MODEL
-from server.port import bind
 
 RESULTS = Path(__file__).parent / "results"
-START_TIMEOUT = 600
-PACKAGES = ("jax", "jaxlib", "numpy", "fastapi", "uvicorn")
 
 
 def main(
     model: Annotated[str, typer.Option(help="As `jaxkv serve` takes it.")] = DEFAULT_MODEL,
     concurrency: Annotated[list[int] | None, typer.Option(help="May be given several times. [default: 1 8 32]")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests per run.")] = 96,
+    num_prompts: Annotated[int, typer.Option(help="Requests per run; with --against, at most.")] = 96,
     input_len: Annotated[int, typer.Option()] = 128,
     output_len: Annotated[int, typer.Option()] = 64,
     server_option: Annotated[
         list[str] | None, typer.Option(help="Passed on to `jaxkv serve`, e.g. --server-option=--dtype=float32.")
     ] = None,
+    against: Annotated[str | None, typer.Option(help="Peers to compare with: llama.cpp,vllm.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="With --against: turns of each server.")] = 3,
+    output: Annotated[Path | None, typer.Option(help="The JSON to write; a name with the date if not given.")] = None,
 ) -> None:
-    options = server_option or []
-    result: dict[str, Any] = {"conditions": conditions(model, options), "runs": []}
-    print_conditions(result["conditions"])
-    with running_server(model, options) as (url, seconds):
-        print(f"start to ready: {seconds:.1f} s\n")
-        result["start_to_ready_s"] = seconds
-        for limit in concurrency or [1, 8, 32]:
-            benchmark = Benchmark(
-                base_url=url,
-                num_prompts=num_prompts,
-                input_len=input_len,
-                output_len=output_len,
-                max_concurrency=limit,
-                ignore_eos=True,
-                seed=limit,
-            )
-            result["runs"].append(measured(benchmark))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"serving-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    # So that a server which is running ends as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    load = Load(tuple(concurrency or (1, 8, 32)), num_prompts, input_len, output_len)
+    path = output or RESULTS / f"serving-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        if against is None:
+            result = measure_alone(model, server_option or [], load)
+        else:
+            if find_spec("matplotlib") is None:
+                raise SystemExit('the picture needs matplotlib: pip install -e ".[notebook]"')
+            servers = [*jaxkv_variants(model, server_option or []), *peers(against, model)]
+            result = compare(model, servers, rounds, load, path)
+            draw(result, path.with_suffix(".png"))
+            print("\n".join(["", *tables(result), ""]))
+    except JaxkvError as error:
+        raise SystemExit(str(error)) from error
+    save(result, path)
     print(f"saved to {path}")
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def measure_alone(model: str, options: list[str], load: Load) -> dict[str, Any]:
+    """jaxkv at each concurrency, with what its own metrics say."""
+    found = {"model": model, "server_options": options, **conditions()}
+    print_conditions(found)
+    with running(jaxkv(model, options)) as (url, seconds):
+        print(f"start to ready: {seconds:.1f} s\n")
+        runs = [
+            measured(
+                Benchmark(
+                    base_url=url,
+                    num_prompts=max(load.num_prompts, limit),
+                    input_len=load.input_len,
+                    output_len=load.output_len,
+                    max_concurrency=limit,
+                    ignore_eos=True,
+                    seed=limit,
+                )
+            )
+            for limit in load.concurrencies
+        ]
+    return {"conditions": found, "start_to_ready_s": seconds, "runs": runs}
+
+
+def compare(model: str, servers: list[Server], rounds: int, load: Load, path: Path) -> dict[str, Any]:
+    """All turns; see `benchmarks.comparison` for how to read the result. What was measured is saved, should a later turn fail."""
+    found = {
+        "model": model,
+        **conditions(),
+        "load": {"input_len": load.input_len, "output_len": load.output_len},
+        "servers": [
+            {"name": server.name, "version": server.version, "weights": server.weights, "command": command_line(server)}
+            for server in servers
+        ],
+    }
+    print_conditions({name: value for name, value in found.items() if name != "servers"})
+    result: dict[str, Any] = {"conditions": found, "turns": []}
+    for number, server in turns(servers, rounds):
+        result["turns"].append(measure_turn(number, server, load))
+        save(result, path)
+    return result
 
 
 def measured(benchmark: Benchmark) -> dict[str, Any]:
@@ -107,71 +154,6 @@ def scrape(url: str) -> dict[str, float]:
         "step_host_seconds": total("step_host_seconds", "sum"),
         "step_device_seconds": total("step_device_seconds", "sum"),
     }
-
-
-@contextmanager
-def running_server(model: str, options: list[str]) -> Iterator[tuple[str, float]]:
-    """A server of its own on a free port: its URL, and the seconds from its start until it was ready."""
-    with bind("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    started = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", "jaxkv", "serve", model, "--port", str(port), *options])
-    try:
-        while not is_ready(url):
-            if process.poll() is not None:
-                raise SystemExit(f"the server ended with exit code {process.returncode} before it was ready")
-            if time.monotonic() - started > START_TIMEOUT:
-                raise SystemExit(f"the server was not ready after {START_TIMEOUT} s")
-            time.sleep(0.2)
-        yield url, time.monotonic() - started
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=10):
-            return True
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def conditions(model: str, options: list[str]) -> dict[str, Any]:
-    """What one has to know to compare the numbers with others."""
-    return {
-        "model": model,
-        "server_options": options,
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: installed(name) for name in ("jaxkv", *PACKAGES)},
-        "load_average": os.getloadavg(),
-    }
-
-
-def print_conditions(found: dict[str, Any]) -> None:
-    for name, value in found.items():
-        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{name.replace('_', ' ') + ':':<20} {shown}")
-
-
-def cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "source tree"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ class Outcome:
     """One request as measured. Times in seconds; itl: between one chunk with text and the next.
 
     error: why it does not count, or None. latency: from asking to the last chunk with text.
+    counted: the token numbers are the server's own; else the prompt's is what was sent, the output's one for each chunk.
     """
 
     prompt_tokens: int = 0
@@ -25,6 +26,7 @@ class Outcome:
     itl: list[float] = field(default_factory=list)
     latency: float = 0.0
     error: str | None = None
+    counted: bool = False
 
     @property
     def tpot(self) -> float | None:
@@ -68,6 +70,7 @@ def read_outcome(answer: Answer, expected_prompt_tokens: int) -> Outcome:
         ttft=times[0] - answer.started,
         itl=[later - earlier for earlier, later in pairwise(times)],
         latency=times[-1] - answer.started,
+        counted=usage.keys() >= {"prompt_tokens", "completion_tokens"},
     )
 
 

@@ -1,1 +1,1 @@
-"""The command line: serve, generate, bench, models."""
+"""The command line: serve, generate, bench, models, convert."""

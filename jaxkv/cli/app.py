@@ -10,6 +10,7 @@ import typer
 
 import jaxkv
 from jaxkv.cli.bench import bench_serve
+from jaxkv.cli.convert import convert
 from jaxkv.cli.generate import generate
 from jaxkv.cli.models import models
 from jaxkv.cli.serve import serve
@@ -32,6 +33,7 @@ bench.command("serve")(bench_serve)
 app.command()(serve)
 app.command()(generate)
 app.command()(models)
+app.command()(convert)
 app.add_typer(bench, name="bench")
 
 

@@ -39,6 +39,15 @@ class _Slot:
     target: NDArray[Any] | QuantizedWeight
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """name, shape: Hugging Face's; chunks: its rows in order, heads in Hugging Face's order, checked to be finite."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: Iterator[FloatArray]
+
+
 def build_params(config: ModelConfig, reader: TensorReader, dtype: str, quantization: str | None = None) -> Params:
     """The host tree (numpy) of `declare_params(config)`: norms in float32, everything else in `dtype`.
 
@@ -55,6 +64,19 @@ def build_params(config: ModelConfig, reader: TensorReader, dtype: str, quantiza
     for slot in _slots(config, params):
         _fill(slot, reader)
     return params
+
+
+def checkpoint_tensors(config: ModelConfig, reader: TensorReader) -> list[CheckpointTensor]:
+    """Every tensor that the model has, in the order of its layers; each is read when its chunks are asked for.
+
+    Raises ModelLoadError as `build_params` does: for what is missing, left over or of a wrong shape at once.
+    """
+    stand_ins = _tree(declare_params(config), _stand_in)
+    _check_accounted(config, reader, stand_ins)
+    return [
+        CheckpointTensor(slot.name, slot.shape, (values for _, values in _chunks(slot, reader)))
+        for slot in _slots(config, stand_ins)
+    ]
 
 
 def _tree(specs: dict[str, Any], make: Callable[[ParamSpec], Any]) -> Params:
@@ -142,7 +164,12 @@ def _check_same(reader: TensorReader, name: str, other: str) -> None:
 
 
 def _fill(slot: _Slot, reader: TensorReader) -> None:
-    """Copies in chunks along the target's first axis, so that a chunk of query or key rows always holds whole heads."""
+    for part, values in _chunks(slot, reader):
+        _store(_part(slot.target, part), values)
+
+
+def _chunks(slot: _Slot, reader: TensorReader) -> Iterator[tuple[slice, FloatArray]]:
+    """Pieces along the target's first axis, so that one of query or key rows always holds whole heads."""
     steps = jax.tree.leaves(slot.target)[0].shape[0]
     rows = slot.shape[0] // steps
     chunk = max(1, _CHUNK_ELEMENTS * steps // math.prod(slot.shape))
@@ -151,7 +178,7 @@ def _fill(slot: _Slot, reader: TensorReader) -> None:
         values = reader.read(slot.name, start * rows, stop * rows)
         if not _all_finite(values):
             raise ModelLoadError(f"{reader.where}: tensor {reader.spelled(slot.name)} holds NaN or infinity")
-        _store(_part(slot.target, slice(start, stop)), values)
+        yield slice(start, stop), values
 
 
 def _store(target: Any, values: FloatArray) -> None:

@@ -24,6 +24,7 @@ def test_times_tokens_and_the_servers_own_usage() -> None:
     pieces = [(10.5, chunk("a")), (10.7, chunk("b")), (11.0, chunk("cd")), (11.1, chunk(usage=usage) + DONE)]
     outcome = read_outcome(Answer(10.0, 200, pieces), 99)
     assert (outcome.prompt_tokens, outcome.output_tokens, outcome.error) == (128, 4, None)
+    assert outcome.counted
     assert outcome.ttft == pytest.approx(0.5)
     assert outcome.itl == pytest.approx([0.2, 0.3])
     assert outcome.latency == pytest.approx(1.0)
@@ -32,7 +33,7 @@ def test_times_tokens_and_the_servers_own_usage() -> None:
 
 def test_without_usage_chunks_are_counted() -> None:
     outcome = read_outcome(Answer(0.0, 200, [(1.0, chunk("a") + chunk("b") + DONE)]), 7)
-    assert (outcome.prompt_tokens, outcome.output_tokens) == (7, 2)
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.counted) == (7, 2, False)
 
 
 def test_one_token_has_no_time_per_output_token() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from safetensors.numpy import load_file
 
 HF_TO_GGUF = {
     "model.embed_tokens": "token_embd",
@@ -111,6 +113,20 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def tiny_gguf(
+    path: Path,
+    checkpoint: Path,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    add: dict[str, np.ndarray] | None = None,
+    **changes: Any,
+) -> None:
+    """A tiny checkpoint as one GGUF file. add: tensors in place of its own; changes: metadata keys."""
+    tensors = {key: value for file in checkpoint.glob("*.safetensors") for key, value in load_file(file).items()}
+    config = json.loads((checkpoint / "config.json").read_text())
+    converted = to_gguf_tensors(tensors, config["head_dim"])
+    write_gguf(path, metadata_of(config) | changes, converted | (add or {}), kind)
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
