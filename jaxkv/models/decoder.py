@@ -73,8 +73,21 @@ def logits(params: Params, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
 def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
     """Root-mean-square norm (Zhang and Sennrich 2019) in float32, returned in x's dtype."""
     wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    squares = jax.lax.platform_dependent(wide, cpu=_sum_of_squares_by_matmul, default=_sum_of_squares)
+    scale = jax.lax.rsqrt(squares / x.shape[1] + eps)
     return (wide * scale * weight[None, :]).astype(x.dtype)
+
+
+def _sum_of_squares(x: Float[Array, "T E"]) -> Float[Array, "T one"]:
+    return jnp.sum(x * x, axis=-1, keepdims=True)
+
+
+def _sum_of_squares_by_matmul(x: Float[Array, "T E"]) -> Float[Array, "T one"]:
+    """XLA's CPU backend adds up a row in an order that depends on the number of rows, unless it is a matmul's: a token's numbers
+    would depend on its neighbours. The barrier keeps it from seeing that the other matrix holds ones."""
+    ones = jax.lax.optimization_barrier(jnp.ones((8, x.shape[1]), x.dtype))
+    sums = jnp.einsum("te,oe->to", x * x, ones, precision=jax.lax.Precision.HIGHEST)
+    return sums[:, :1]
 
 
 def _attention[Cache](

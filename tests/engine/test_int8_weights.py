@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def int8_engine(**settings: object) -> Engine:
 
 
 def test_alone_and_in_any_company() -> None:
-    """Cold, batched, with the prefix cached, in chunks, after preemption, on two devices."""
+    """Cold, batched, with the prefix cached, in chunks, after preemption."""
     engine = int8_engine(num_blocks=128)
     alone = run_alone(int8_engine(num_blocks=128, enable_prefix_caching=False), JOBS)
     assert run_together(engine, JOBS) == alone
@@ -35,7 +36,16 @@ def test_alone_and_in_any_company() -> None:
     preempted = int8_engine(num_blocks=16)
     assert run_together(preempted, JOBS) == alone
     assert preempted.stats().num_preemptions > 0
-    assert run_together(int8_engine(num_blocks=128, tensor_parallel_size=2), JOBS) == alone
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_on_several_devices(shards: int) -> None:
+    """To the same numbers, as sums of integers are exact, where each device holds whole blocks of rotated inputs."""
+    model = dataclasses.replace(TINY, num_heads=8, num_kv_heads=4, head_dim=64, intermediate_size=256)
+    one = int8_engine(model=model, num_blocks=128)
+    assert run_together(int8_engine(model=model, num_blocks=128, tensor_parallel_size=shards), JOBS) == run_together(
+        one, JOBS
+    )
 
 
 def test_an_element_is_a_byte() -> None:
