@@ -183,6 +183,12 @@ class Kernel:
                 zero_tail(v_tile, tile.kv_len - j * keys)
                 plgpu.barrier_arrive(full)
 
+        # No barrier ends in a phase that its waiter has not seen: the interpreter of JAX 0.11 insists.
+        @pl.loop(tile.high - tile.low, tile.high - tile.low + self.tiles.stages)
+        def _drain(t: Array) -> None:
+            for ring in (key_ring, value_ring):
+                ring.claim(t)
+
     def consume(self, wg: Array, lens: Ref, sinks: Ref | None, out_ref: Ref, s: dict[str, Ref]) -> None:
         """Attention of one warpgroup's 64 rows."""
         tile = self.tile(lens)
@@ -253,7 +259,7 @@ class Kernel:
                 # The store is there for its place alone: without a side effect that needs the softmax, ptxas puts the wait for P V
                 # before the softmax, which is to run meanwhile. The barrier keeps the conversion after the wait: until then the
                 # registers that hold `weights` are being read.
-                plgpu.store(s["sums"].at[wg], new_total, optimized=False)
+                s["sums"].at[wg][...] = new_total
                 gained, new_weights = lax.optimization_barrier((acc_ref[...], new_weights))
                 value_ring.release(j - 1 - tile.low)
                 gained = gained * lax.broadcast_in_dim(shrink, gained.shape, [0])
@@ -354,7 +360,7 @@ class Kernel:
         """Writes a warpgroup's rows by way of the shared memory of its queries; rows beyond the sequence's end as zeros."""
         own = plgpu.broadcasted_iota(jnp.int32, out.shape, 0, layout=WGMMA)
         out = jnp.where(self.token(row + own) < tile.q_len, out, 0.0).astype(staged.dtype)
-        plgpu.store(staged, out)
+        staged[...] = out
         plgpu.commit_smem()
         rows = pl.ds(pl.multiple_of(row, ROWS), ROWS)
         plgpu.copy_smem_to_gmem(staged, out_ref.at[tile.batch, rows, tile.head])

@@ -91,7 +91,7 @@ def attend(
     B, Tq, H, D = q.shape
     packing = 4 // q.dtype.itemsize
     plan = make_plan(q.shape, k.shape, q.dtype, blocks)
-    # An odd number of narrow KV heads gets one more, and lengths become whole registers.
+    # An odd number of narrow KV heads gets one more; queries become whole blocks, keys whole registers.
     odd = k.shape[2] % plan.pair
     q = jnp.pad(q, ((0, 0), (0, -Tq % plan.queries), (0, odd * plan.group), (0, 0)))
     k, v = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % (SUBLANES * packing)), (0, odd), (0, 0))) for x in (k, v))

@@ -128,6 +128,8 @@ def test_a_missing_wait_is_noticed_on_tpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_missing_wait_is_noticed_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_gpu_tiles.Ring, "wait", lambda self, t: self.tiles.at[self.slot(t)])
+    """Neither side waits for the other: what stops with an error leaves nobody waiting for it."""
+    for name in ("wait", "claim"):
+        monkeypatch.setattr(mosaic_gpu_tiles.Ring, name, lambda self, t: self.tiles.at[self.slot(t)])
     with pytest.raises(Exception, match=r"RACE|barrier|observed|phase"):
         on_gpu(make_batch(WATCHED))
