@@ -96,7 +96,7 @@ def make_write(
 
     def step(pages: Array, new: Array, slots: Array) -> Array:
         def one(kv: KVPages, layer: Array) -> tuple[KVPages, None]:
-            return write_kv(kv, layer, new, new, slots // PAGE, slots % PAGE, backend=backend), None
+            return write_kv(kv, layer, new, new, slots // PAGE, slots % PAGE, layout=layout, backend=backend), None
 
         return jax.lax.scan(one, KVPages(pages), jnp.arange(layers))[0].pages
 
