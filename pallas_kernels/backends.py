@@ -39,11 +39,11 @@ def check_backend(name: str) -> Backend:
 
 
 def layout_for(
-    backend: Backend, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str
+    backend: Backend, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str, shards: int = 1
 ) -> KVLayout:
-    """The pool that `backend` reads. A quantized pool gets scales per token and head."""
+    """The pool that `backend` reads on `shards` devices together. A quantized pool gets scales per token and head."""
     scales: KVScales = "token" if dtype in QUANTIZED_DTYPES else "none"
-    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales)
+    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales, shards)
 
 
 def best_for(platform: str, device_kind: str) -> tuple[Backend, str]:

@@ -100,6 +100,7 @@ def assemble(
             head_dim=split.head_dim,
             page_size=config.block_size,
             dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+            shards=shards,
         )
         check_supported(backend, layout, num_heads=split.num_heads)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -113,7 +114,7 @@ def make_plan(
         # (tuning/tpu.json), and what is left of a context is taken in shorter stretches anyway.
         budget = min(4 * 2**20, chip.vmem_bytes // 16)
         block_tokens = min(max(budget // bytes_per_token, 128), 1024)
-    granule = max(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
+    granule = math.lcm(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
     block_tokens = max(block_tokens // granule, 1) * granule
     longest = -(-pages_per_seq * layout.page_size // granule) * granule
     block_tokens = min(block_tokens, longest)
