@@ -53,8 +53,6 @@ def _cases() -> list[Case]:
         ]:  # fmt: skip
             K, G, D = next(heads)
             page = next(pages)
-            if scales == "token":
-                page = max(page, 128)
             cases.append(Case(chip, dtype, K, G, D, page, next(tokens), scales, **next(extras)))
     cases.append(Case("v5e", "bfloat16", 8, 4, 128, 128, 512, devices=4))
     cases.append(Case("v6e", "int8", 8, 8, 128, 128, 64, "token", devices=4))
@@ -74,7 +72,9 @@ def test_compiles_and_reads_the_pool_in_place(case: Case) -> None:
     pool = kv_orders_tpu.pages_shape(LAYERS, num_pages, case.page, case.K, case.D)
     scales = spec = None
     if case.scales == "token":
-        scales = shape(kv_orders_tpu.token_scales_shape(LAYERS, num_pages, case.page, case.K), jnp.float32)
+        scales = shape(
+            kv_orders_tpu.token_scales_shape(LAYERS, num_pages, case.page, case.K, case.devices), jnp.float32
+        )
         spec = P(None, None, "tensor")
     elif case.scales == "static":
         scales, spec = shape((LAYERS, 2, case.K), jnp.float32), P(None, None, "tensor")
