@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax.experimental import pallas as pl
 from pallas_kernels.kv_orders_tpu import scale_rows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import Numbers
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
