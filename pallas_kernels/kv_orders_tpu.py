@@ -56,7 +56,7 @@ def _scale_place(offsets: Int[Array, " N"], page_size: int, num_kv_heads: int, d
     if jnp.dtype(dtype).name.startswith("float8"):
         lane = (lane % 2) * (tokens // 2) + lane // 2
     start = part * scale_rows(page_size, num_kv_heads) * LANES
-    return (start + lane)[:, None] + jnp.arange(2 * num_kv_heads) * tokens
+    return (start + lane)[:, None] + (jnp.arange(2 * num_kv_heads) * tokens)[None]
 
 
 def join(keys: Float[Array, "... K D"], values: Float[Array, "... K D"]) -> Float[Array, "... K*2*D"]:
