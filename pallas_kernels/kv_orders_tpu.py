@@ -10,8 +10,8 @@ A page is one matrix [page, K * 2 * D]: a row is a token, and along the row lie,
 
 Scales of a quantized pool that has one per token and head lie with tokens along the lanes, as they are applied to rows of
 scores. For up to 128 tokens of a page, its scales are k_0, v_0, k_1, v_1, ... of so many tokens each, one after the other, in
-rows of 128 lanes: a page of 16 tokens and 8 heads takes two rows. Only the last row may have lanes to spare: where a device
-holds fewer than 4 heads of a page of 16 (2 of 32), as a copy moves whole rows. A page of 256 tokens has twice the rows of one of
+rows of 128 lanes: a page of 16 tokens and 8 heads takes two rows. A copy moves whole rows, the last of which may have lanes to
+spare: where a device holds fewer than 4 heads and pages are of 16 tokens (2 and 32). A page of 256 tokens has twice the rows of one of
 128. In an FP8 pool, the tokens of a page (128 at most) lie with the even ones first and then the odd ones: the order in which
 the kernels widen FP8.
 
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 LANES = 128
+SUBLANES = 8
 
 
 def pages_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -43,10 +44,13 @@ def token_scales_shape(
 ) -> tuple[int, ...]:
     """Shape of the float32 scales per token and head: [L, P, rows, 128]; axis 2 is the one that is sharded.
 
-    shards: devices that the heads are split over; the rows of each are laid out by themselves.
+    shards: devices that the heads are split over; the rows of each are laid out by themselves. They fill whole tiles of memory
+    (1, 2, 4 or 8 rows), the last ones unused: where they do not, XLA and the kernels see different layouts of one array, and
+    the pool would be copied from one to the other in each layer.
     """
-    parts = max(page_size // LANES, 1)
-    return (num_layers, num_pages, shards * parts * scale_rows(page_size, num_kv_heads // shards), LANES)
+    rows = max(page_size // LANES, 1) * scale_rows(page_size, num_kv_heads // shards)
+    tile = min(1 << (rows - 1).bit_length(), SUBLANES)
+    return (num_layers, num_pages, shards * (-(-rows // tile) * tile), LANES)
 
 
 def _scale_place(offsets: Int[Array, " N"], page_size: int, num_kv_heads: int, dtype: Any) -> Int[Array, "N 2*K"]:
