@@ -110,8 +110,14 @@ def write_token_scales(
     page_size: int,
     dtype: Any,
 ) -> Float[Array, "L P rows lanes"]:
-    """The scales with those of the new tokens at (page_ids[t], offsets[t]), on one device; `dtype` is that of the pool."""
+    """The scales with those of the new tokens at (page_ids[t], offsets[t]), on one device; `dtype` is that of the pool.
+
+    The scatter sees one axis, which is how the pool lies in memory: with more, XLA may choose an order of its own for it, and copy
+    the pool into that and back in each layer.
+    """
     T, K = key_scales.shape
+    num_pages, rows, lanes = scales.shape[1:]
     new = jnp.stack([key_scales, value_scales], axis=-1).reshape(T, 2 * K)
-    place = _scale_place(offsets, page_size, K, dtype)
-    return scales.at[layer, page_ids[:, None], place // LANES, place % LANES].set(new)
+    page_start = (layer * num_pages + page_ids) * (rows * lanes)
+    place = page_start[:, None] + _scale_place(offsets, page_size, K, dtype)
+    return scales.reshape(-1).at[place].set(new).reshape(scales.shape)
