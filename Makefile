@@ -1,5 +1,6 @@
 # make serve      sets up .venv and serves the default model     (PORT=8000 MODEL=smollm2-135m-instruct ARGS="--max-num-seqs 64")
 # make test       sets up .venv and runs lint, types, import rules and tests
+# make aot-all    compiles the TPU attention kernels for every combination of settings on four chips: many hours; wants libtpu
 # make oracle     builds the reference environment (transformers on torch, Python 3.11) that the goldens can be checked against
 PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
@@ -7,7 +8,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test check lint types imports unit oracle bench format clean
+.PHONY: serve test check lint types imports unit aot-all oracle bench format clean
 
 serve: $(VENV)/.serve
 	$(BIN)/jaxkv serve $(MODEL) --port $(PORT) $(ARGS)
@@ -26,6 +27,9 @@ imports: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest
+
+aot-all: $(VENV)/.dev
+	JAXKV_AOT_ALL=1 $(BIN)/pytest tests/pallas_kernels/ragged_paged_attention/test_mosaic_tpu_aot.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -1,6 +1,7 @@
 """Parity of the TPU kernels with a dense float64 oracle, in the interpreter: NaN everywhere that must not be read."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,11 +95,19 @@ def test_what_it_cannot_do_is_an_error_with_the_numbers(change: dict, message: s
         make_plan(layout, num_heads=4, num_tokens=8, pages_per_seq=4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_no_cache_byte_is_padding_at_head_dim_64(dtype: str) -> None:
-    layout = KVLayout(2, 3, 64, 16, dtype, "token_major", "none" if dtype == "bfloat16" else "static")
-    shape = layout.pages_shape(5)
-    assert shape[-1] % 128 == 0
-    assert np.prod(shape) * np.dtype(dtype if dtype == "int8" else f"V{1 if '8' in dtype[:6] else 2}").itemsize == (
-        5 * layout.bytes_per_page
-    )
+@pytest.mark.parametrize(
+    ("dtype", "scales"), [("bfloat16", "none"), ("int8", "static"), ("int8", "token"), ("float8_e4m3fn", "token")]
+)
+def test_no_cache_byte_is_padding_at_head_dim_64(dtype: str, scales: Any) -> None:
+    page, itemsize = 16, 2 if dtype == "bfloat16" else 1
+    layout = KVLayout(1, 8, 64, page, dtype, "token_major", scales)
+    assert layout.pages_shape(5)[-1] % 128 == 0
+    assert layout.bytes_per_page == page * 2 * 8 * (64 * itemsize + (4 if scales == "token" else 0))
+
+
+def test_scales_of_few_heads_fill_one_row() -> None:
+    """A copy moves whole rows of 128 scales: 32 of one head's page of 16 tokens take as much as 128."""
+    assert KVLayout(1, 1, 128, 16, "int8", "token_major", "token").scales_shape(5) == (1, 5, 1, 128)
+    assert KVLayout(1, 1, 128, 64, "int8", "token_major", "token").scales_shape(5) == (1, 5, 1, 128)
+    assert KVLayout(1, 8, 128, 16, "int8", "token_major", "token", shards=8).scales_shape(5) == (1, 5, 8, 128)
+    assert KVLayout(1, 8, 128, 16, "int8", "token_major", "token").scales_shape(5) == (1, 5, 2, 128)
