@@ -1,6 +1,6 @@
 # make serve      sets up .venv and serves the default model     (PORT=8000 MODEL=smollm2-135m-instruct ARGS="--max-num-seqs 64")
 # make test       sets up .venv and runs lint, types, import rules and tests
-# make aot-all    compiles the TPU attention kernels for every combination of settings on four chips: many hours; wants libtpu
+# make aot-all    compiles the TPU attention kernels for every combination of settings on four chips: ten hours; wants libtpu
 # make oracle     builds the reference environment (transformers on torch, Python 3.11) that the goldens can be checked against
 PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
