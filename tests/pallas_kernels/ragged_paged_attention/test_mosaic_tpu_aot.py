@@ -23,18 +23,17 @@ LAYERS, SEQS, CONTEXT = 2, 64, 2048
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "chip": ("v5e", "v6e", "v5p", "v4"),
     "pool": (
-        ("bfloat16", None), ("float32", None), ("int8", "token"), ("float8_e4m3fn", "token"), ("float8_e5m2", "token"),
-        ("int8", "static"),
+        ("bfloat16", None), ("float32", None), ("int8", "token"), ("float8_e4m3fn", "token"), ("float8_e5m2", "static"),
     ),
-    "heads": ((8, 4), (8, 8), (8, 1), (1, 7), (2, 16)),  # KV heads and queries for each
+    "heads": ((8, 4), (2, 8), (4, 1), (1, 7), (1, 16)),  # KV heads and queries for each
     "D": (64, 128, 256),
     "page": (16, 32, 64, 128),
     "option": ("none", "window", "soft cap", "sinks", "all"),
     "tokens": (64, 512),
 }  # fmt: skip
 MORE: dict[str, tuple[Any, ...]] = {
-    "pool": (*SETTINGS["pool"], ("float8_e4m3fn", "static"), ("float8_e5m2", "static")),
-    "heads": (*SETTINGS["heads"], (1, 8), (3, 3), (16, 2)),
+    "pool": (*SETTINGS["pool"], ("int8", "static"), ("float8_e4m3fn", "static"), ("float8_e5m2", "token")),
+    "heads": (*SETTINGS["heads"], (8, 8), (3, 3), (16, 2)),
     "page": (*SETTINGS["page"], 256),
     # Options are independent of each other, and widths of steps differ in the queries of a tile only.
     "option": ("none", "all"),
@@ -60,8 +59,18 @@ def full_product() -> list[dict[str, Any]]:
 def _cases() -> list[dict[str, Any]]:
     sharded = {"chip": "v5e", "D": 128, "option": "none", "tokens": 512, "devices": 4}
     cases = full_product() if ALL else pairwise(SETTINGS)
+    largest = {
+        "chip": "v4",
+        "pool": ("float32", None),
+        "heads": (8, 8),
+        "D": 256,
+        "page": 128,
+        "option": "all",
+        "tokens": 512,
+    }
     return [
         *cases,
+        largest,
         sharded | {"pool": ("bfloat16", None), "heads": (8, 4), "page": 128},
         sharded | {"pool": ("int8", "token"), "heads": (8, 8), "page": 16, "chip": "v6e", "tokens": 64},
         sharded | {"pool": ("float8_e4m3fn", "token"), "heads": (4, 8), "page": 32},
