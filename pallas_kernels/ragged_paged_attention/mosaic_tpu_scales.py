@@ -115,7 +115,7 @@ class TokenScales:
 
         by_parity = [[load(parity, place) for place in range(tiling.heads)] for parity in range(tiling.parities)]
         if tiling.parities == 2:
-            by_parity = _even_and_odd(*by_parity, tiling.tokens)
+            by_parity = _even_and_odd(by_parity[0], by_parity[1], tiling.tokens)
         for parity, registers in enumerate(by_parity):
             for place, register in enumerate(_transpose(registers, tiling.tokens)):
                 self.ordered[pl.ds(tiling.row(parity, place, 0), count * tiling.rows)] = register
