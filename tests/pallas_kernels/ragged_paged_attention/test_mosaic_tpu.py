@@ -9,7 +9,7 @@ from fixtures.paged_attention_oracle import make_batch, relative_error
 from fixtures.tpu_interpreter import attend
 
 from pallas_kernels.kv_layout import KVLayout
-from pallas_kernels.ragged_paged_attention import mosaic_tpu_stream
+from pallas_kernels.ragged_paged_attention import mosaic_tpu_plan, mosaic_tpu_stream
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import Numbers
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import make_plan
 
@@ -60,6 +60,19 @@ def test_equals_the_oracle(case: Case) -> None:
     got = attend(batch, dma=case.dma, block_tokens=case.block_tokens, query_tile=case.query_tile)
     assert np.isfinite(got).all(), "padding rows must be finite too"
     assert relative_error(got[: len(batch.expected)], batch.expected) < BOUND[case.dtype]
+
+
+def test_two_blocks_where_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_tpu_plan, "this_chip", lambda: mosaic_tpu_plan.Chip(128, 2**20))
+    layout = KVLayout(1, 2, 128, 16, "float32", "token_major")
+    assert make_plan(layout, num_heads=8, num_tokens=8, pages_per_seq=40).slots == 2
+    batch = make_batch([(1, 517), (7, 300), (1, 3)], K=2, G=4, D=128, page=16, dtype="float32")
+    got = attend(batch)
+    assert relative_error(got[: len(batch.expected)], batch.expected) < BOUND["float32"]
+    with pytest.raises(ValueError, match=r"needs 2 blocks of 512 tokens in VMEM, 2097152 bytes of a float32 pool"):
+        make_plan(
+            dataclasses.replace(layout, page_size=512), num_heads=8, num_tokens=8, pages_per_seq=4, block_tokens=512
+        )
 
 
 def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

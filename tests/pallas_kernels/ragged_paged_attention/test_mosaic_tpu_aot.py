@@ -53,7 +53,13 @@ ALL = bool(os.environ.get("JAXKV_AOT_ALL"))
 def full_product() -> list[dict[str, Any]]:
     """What an engine may choose on one device, every value with every other."""
     settings = SETTINGS | MORE
-    return [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+    cases = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
+    return [case for case in cases if not _refused(case)]
+
+
+def _refused(case: dict[str, Any]) -> bool:
+    """Two blocks of 256 tokens exceed the 16 MiB of VMEM of a v4."""
+    return case["chip"] == "v4" and case["heads"][0] * case["D"] >= 4096 and case["pool"][0] == "float32"
 
 
 def _cases() -> list[dict[str, Any]]:
@@ -122,4 +128,4 @@ def compile_case(case: dict[str, Any]) -> None:
 
 
 def test_the_full_product_is_what_the_settings_span() -> None:
-    assert len(full_product()) == 4 * 8 * 8 * 3 * 5 * 2
+    assert len(full_product()) == 4 * 8 * 8 * 3 * 5 * 2 - 5 * 2
