@@ -63,7 +63,7 @@ def test_equals_the_oracle(case: Case) -> None:
 
 
 def test_two_blocks_where_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_tpu_plan, "this_chip", lambda: mosaic_tpu_plan.Chip(128, 2**20))
+    monkeypatch.setattr(mosaic_tpu_plan, "this_chip", lambda: mosaic_tpu_plan.Chip(128, 2**21))
     layout = KVLayout(1, 2, 128, 16, "float32", "token_major")
     assert make_plan(layout, num_heads=8, num_tokens=8, pages_per_seq=40).slots == 2
     batch = make_batch([(1, 517), (7, 300), (1, 3)], K=2, G=4, D=128, page=16, dtype="float32")
