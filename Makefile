@@ -2,6 +2,7 @@
 # make test       sets up .venv and runs lint, types, import rules and tests, and compiles the kernels for chips that are not here
 # make bench      measures the server on this machine         (ARGS="--against llama.cpp,vllm" compares it with the peers)
 # make bench-peers  installs the peers: llama.cpp is compiled (20 minutes on 2 cores), vLLM's CPU build is 1.5 GB
+# make aot-all    compiles the TPU attention kernels for every combination of settings on four chips: ten hours
 # make oracle     builds the reference environment (transformers on torch, Python 3.11) that the goldens can be checked against
 PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
@@ -9,7 +10,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint types imports unit aot oracle bench bench-peers format clean
+.PHONY: serve test lint types imports unit aot aot-all oracle bench bench-peers format clean
 
 serve: $(VENV)/.serve
 	$(BIN)/jaxkv serve $(MODEL) --port $(PORT) $(ARGS)
@@ -37,6 +38,9 @@ else
 aot:
 	@echo "ahead-of-time compilation for TPU and NVIDIA is tested on x86-64 Linux only: this is $(shell uname -s -m)"
 endif
+
+aot-all: .venv-aot/.done
+	.venv-aot/bin/pytest --aot-all tests/pallas_kernels/ragged_paged_attention/test_mosaic_tpu_aot.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

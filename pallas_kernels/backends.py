@@ -52,12 +52,16 @@ def layout_for(
     page_size: int,
     dtype: str,
     static_scales: bool = False,
+    shards: int = 1,
 ) -> KVLayout:
-    """The pool that `backend` reads. A quantized pool gets scales per token and head, or static ones per layer and head."""
+    """The pool that `backend` reads on `shards` devices together.
+
+    A quantized pool gets scales per token and head, or static ones per layer and head.
+    """
     scales: KVScales = "none"
     if dtype in QUANTIZED_DTYPES:
         scales = "static" if static_scales else "token"
-    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales)
+    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales, shards)
 
 
 def is_hopper(device_kind: str) -> bool:

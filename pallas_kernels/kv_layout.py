@@ -7,6 +7,7 @@ E hidden size, F intermediate size.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,7 @@ class KVLayout:
       token_major = pages of [page, K * 2 * D], see `kv_orders_tpu`.
     scales: of a quantized pool; token = one per token and head, made as keys and values are written; static = one per layer and
       head, given when the pool is made, so that another scale is other data and never another program.
+    shards: devices that the KV heads are split over. Kernels get the layout of one device: its part of the heads, 1 shard.
     """
 
     num_layers: int
@@ -52,6 +54,7 @@ class KVLayout:
     dtype: str
     order: KVOrder = "head_major"
     scales: KVScales = "none"
+    shards: int = 1
 
     def __post_init__(self) -> None:
         quantized = self.dtype in QUANTIZED_DTYPES
@@ -74,7 +77,9 @@ class KVLayout:
         if self.scales == "static":
             return (self.num_layers, 2, self.num_kv_heads)
         if self.order == "token_major":
-            return kv_orders_tpu.token_scales_shape(self.num_layers, num_pages, self.page_size, self.num_kv_heads)
+            return kv_orders_tpu.token_scales_shape(
+                self.num_layers, num_pages, self.page_size, self.num_kv_heads, self.shards
+            )
         return (self.num_layers, num_pages, 2, self.num_kv_heads, self.page_size)
 
     @property
@@ -89,14 +94,17 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers of the group, scales per token included."""
+        """Bytes of one token's keys, values and own scales in all layers of the group."""
         vectors = 2 * self.num_layers * self.num_kv_heads
         scale_bytes = 4 if self.scales == "token" else 0
         return vectors * (self.head_dim * jnp.dtype(self.dtype).itemsize + scale_bytes)
 
     @property
     def bytes_per_page(self) -> int:
-        return self.bytes_per_token * self.page_size
+        """Bytes that one page takes in all layers of the group, on all devices, scales per token included."""
+        scales = self.scales_shape(1) if self.scales == "token" else None
+        of_scales = 0 if scales is None else 4 * math.prod(scales)
+        return math.prod(self.pages_shape(1)) * jnp.dtype(self.dtype).itemsize + of_scales
 
 
 def read_pages(
@@ -127,7 +135,9 @@ def _read_scales(
         return scales[layer, 0].reshape(shape), scales[layer, 1].reshape(shape)
     stored = scales.at[layer, page_ids].get(mode="promise_in_bounds")
     if layout.order == "token_major":
-        parts = kv_orders_tpu.split_token_scales(stored, layout.num_kv_heads, layout.dtype)
+        parts = kv_orders_tpu.split_token_scales(
+            stored, layout.page_size, layout.num_kv_heads, layout.dtype, layout.shards
+        )
         keys, values = (jnp.moveaxis(part, -1, -2) for part in parts)
         return keys[..., None], values[..., None]
     return stored[..., 0, :, :, None], stored[..., 1, :, :, None]

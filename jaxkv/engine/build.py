@@ -107,6 +107,7 @@ def assemble(
             page_size=config.block_size,
             dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
             static_scales=config.kv_cache_scales is not None,
+            shards=shards,
         )
         check_supported(backend, layout, num_heads=split.num_heads)
     except ValueError as error:

@@ -117,7 +117,8 @@ def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
     heads = PartitionSpec(None, "tensor")
     pages = pool_specs(spec.layout)
     scale = spec.model.head_dim**-0.5
-    layout = dataclasses.replace(spec.layout, num_kv_heads=spec.layout.num_kv_heads // spec.mesh.shape["tensor"])
+    heads_here = spec.layout.num_kv_heads // spec.mesh.shape["tensor"]
+    layout = dataclasses.replace(spec.layout, num_kv_heads=heads_here, shards=1)
 
     def local(
         kv: KVPages, layer: Array, q: Array, k: Array, v: Array, batch: StepBatch

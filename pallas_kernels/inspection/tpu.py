@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 from pallas_kernels.inspection.llo_bundles import find_schedule, parse_schedule
 from pallas_kernels.inspection.roofline import RATES, Roofline, roofline
 from pallas_kernels.inspection.scoreboard import TIMINGS, cycles
+from pallas_kernels.kv_layout import QUANTIZED_DTYPES
 
 DECODE_KERNEL = "ragged_paged_attention_decode"
 
@@ -142,28 +145,58 @@ def table(reports: list[Report]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
+def save(reports: list[Report], path: Path) -> None:
+    """Puts `reports` in place of the rows of a tuning file, and the versions they rest on; what else stands in it is kept."""
+    rows = [
+        {
+            "chip": r.shape.chip,
+            "dtype": r.shape.dtype,
+            "scales": r.shape.scales,
+            "page": r.shape.page,
+            "block": r.block_tokens,
+            "ratio": round(r.block_ratio, 2),
+            "ratio_with_item": round(r.ratio, 2),
+            "bytes_per_token": round(r.bytes_per_token),
+            "cycles_per_token": round(r.roofline.cycles / r.block_tokens, 2),
+            "vmem_mib": round(r.vmem_bytes / 2**20, 1),
+            "spills": r.spills,
+        }
+        for r in reports
+    ]
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    versions = {name: metadata.version(name) for name in ("jax", "libtpu")}
+    text = json.dumps(kept | {"versions": versions, "rows": None}, indent=2)
+    lines = ",\n".join("    " + json.dumps(row) for row in rows)
+    path.write_text(text.replace('"rows": null', f'"rows": [\n{lines}\n  ]') + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", nargs="+", default=["v5e", "v6e"], choices=sorted(RATES))
     parser.add_argument("--page", nargs="+", type=int, default=[16, 32, 128])
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float8_e4m3fn", "int8"])
-    parser.add_argument("--scales", choices=["static", "token"], default="static", help="of quantized pools")
+    parser.add_argument(
+        "--scales", nargs="+", choices=["static", "token"], default=["static", "token"], help="of quantized pools"
+    )
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-tokens", type=int)
+    parser.add_argument(
+        "--block-tokens", nargs="+", type=int, default=[None], help="instead of the kernel's own choice"
+    )
+    parser.add_argument("--save", type=Path, help="write the rows into this tuning file")
     options = parser.parse_args()
     reports = []
-    for chip in options.chip:
-        for dtype in options.dtype:
-            for page in options.page:
-                scales = options.scales if dtype not in ("bfloat16", "float32") else None
-                shape = Shape(
-                    chip, page, dtype, scales, options.num_heads, options.num_kv_heads, options.head_dim,
-                    block_tokens=options.block_tokens,
-                )  # fmt: skip
-                reports.append(inspect_decode(shape))
+    for chip, dtype, page, block in itertools.product(options.chip, options.dtype, options.page, options.block_tokens):
+        for scales in options.scales if dtype in QUANTIZED_DTYPES else [None]:
+            shape = Shape(
+                chip, page, dtype, scales, options.num_heads, options.num_kv_heads, options.head_dim, block_tokens=block
+            )
+            reports.append(inspect_decode(shape))
+            print(table(reports[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(reports))
+    if options.save:
+        save(reports, options.save)
 
 
 if __name__ == "__main__":

@@ -69,5 +69,7 @@ def _scatter_scales(
     layout: KVLayout,
 ) -> Array:
     if layout.order == "token_major":
-        return kv_orders_tpu.write_token_scales(scales, layer, key_scales, value_scales, pages, offsets, layout.dtype)
+        return kv_orders_tpu.write_token_scales(
+            scales, layer, key_scales, value_scales, pages, offsets, layout.page_size, layout.dtype
+        )
     return scales.at[layer, pages, :, :, offsets].set(jnp.stack([key_scales, value_scales], axis=1))

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, across, dot, numbers_of
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import TokenScales, scratch_shapes
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import scratch_shapes, streamed_scales
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
 
 KERNEL_NAME = "ragged_paged_attention_decode"
@@ -123,11 +123,10 @@ def _kernel(
 ) -> None:
     scales_hbm, rest = (rest[0], rest[1:]) if has_token_scales else (None, rest)
     out_ref, kv_buf, top_ref, total_ref, acc_ref, sems, cursor, *scale_bufs = rest
-    scale_buf = scale_bufs[0] if has_token_scales else None
-    scales = TokenScales(plan, scale_buf, scale_bufs[1] if len(scale_bufs) > 1 else None) if has_token_scales else None
+    scales = streamed_scales(plan, numbers, scales_hbm, *scale_bufs) if has_token_scales else None
     stream = KVStream(
-        plan, pages_per_seq, layer, num_items, seq_of, first_page, end_page, page_table, pages, scales_hbm,
-        kv_buf, scale_buf, sems, cursor,
+        plan, pages_per_seq, layer, num_items, seq_of, first_page, end_page, page_table, pages, kv_buf, scales,
+        sems, cursor,
     )  # fmt: skip
     item = pl.program_id(0)
     block_tokens = plan.block_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -107,20 +108,28 @@ def make_plan(
     queries_per_kv = num_heads // layout.num_kv_heads
     itemsize = jnp.dtype(layout.dtype).itemsize
     bytes_per_token = 2 * layout.num_kv_heads * layout.head_dim * itemsize
-    slots = 3
     if block_tokens is None:
         # Larger blocks spread the latency of their matmuls over more tokens; beyond 1024 tokens nothing is gained
         # (tuning/tpu.json), and what is left of a context is taken in shorter stretches anyway.
         budget = min(4 * 2**20, chip.vmem_bytes // 16)
         block_tokens = min(max(budget // bytes_per_token, 128), 1024)
-    granule = max(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
+    granule = math.lcm(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
     block_tokens = max(block_tokens // granule, 1) * granule
     longest = -(-pages_per_seq * layout.page_size // granule) * granule
     block_tokens = min(block_tokens, longest)
+    block_bytes = block_tokens * bytes_per_token
+    slots = 3 if 3 * block_bytes <= chip.vmem_bytes // 2 else 2
+    if slots * block_bytes > chip.vmem_bytes * 5 // 8:
+        raise ValueError(
+            f"attention backend 'mosaic_tpu' needs {slots} blocks of {block_tokens} tokens in VMEM, {slots * block_bytes} bytes "
+            f"of a {layout.dtype} pool: too much for this chip's {chip.vmem_bytes}; use a smaller KV dtype, smaller pages or "
+            "more devices"
+        )
     head_lanes = max(layout.head_dim, LANES)
     if query_tile is None:
         query_tile = 16
-        state_bytes = 4 * (2 * LANES + head_lanes) * num_heads  # of one query: maximum, sum and output of every head
+        # Of one query: itself, and maximum, sum and output, of every head.
+        state_bytes = 4 * (2 * LANES + 2 * head_lanes) * num_heads
         most = min(512 // queries_per_kv, num_tokens, 128, chip.vmem_bytes // 4 // state_bytes)
         while query_tile * 2 <= most:
             query_tile *= 2
@@ -133,7 +142,7 @@ def make_plan(
         block_pages=block_tokens // layout.page_size,
         query_tile=query_tile,
         slots=slots,
-        vmem_limit=chip.vmem_bytes * 3 // 4,
+        vmem_limit=chip.vmem_bytes * 7 // 8 if chip.vmem_bytes <= 2**24 else chip.vmem_bytes * 3 // 4,
     )
 
 

@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.packed_rows_tpu import row_bits
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import SUBLANES, Plan
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import TokenScales
 
 FETCH_ITEM, FETCH_PAGE, FETCH_SLOT, READ_SLOT = range(4)
 CURSOR_SIZE = 4
@@ -28,8 +29,8 @@ class KVStream:
     """References of a kernel, and how it reads KV blocks.
 
     seq_of, first_page, end_page: SMEM, one entry per item. page_table: SMEM [S * W], flat.
-    pages: HBM [L, P, page, lanes]. scales: HBM [L, P, rows, lanes] or None.
-    kv_buf: VMEM [slots, block, lanes]. scale_buf: VMEM [slots, rows, block] or None. sems: DMA semaphores [slots].
+    pages: HBM [L, P, page, lanes]. kv_buf: VMEM [slots, block, lanes]. sems: DMA semaphores [slots].
+    scales: those per token and head, or None.
     cursor: SMEM [4], survives between grid steps.
     """
 
@@ -42,9 +43,8 @@ class KVStream:
     end_page: Any
     page_table: Any
     pages: Any
-    scales: Any
     kv_buf: Any
-    scale_buf: Any
+    scales: TokenScales | None
     sems: Any
     cursor: Any
 
@@ -71,7 +71,7 @@ class KVStream:
         def _() -> None:
             self._wait(self.kv_buf.at[slot], slot)
             if self.scales is not None:
-                self._wait(self.scale_buf.at[slot], slot)
+                self._wait(self.scales.buffer.at[slot], slot)
 
         @pl.when(jnp.logical_not(full))
         def _() -> None:
@@ -139,9 +139,7 @@ class KVStream:
         sem = self.sems.at[slot]
         copies = [pltpu.make_async_copy(self.pages.at[layer, page_id], self.kv_buf.at[slot, pl.ds(at, size)], sem)]
         if self.scales is not None:
-            copies.append(
-                pltpu.make_async_copy(self.scales.at[layer, page_id], self.scale_buf.at[slot, :, pl.ds(at, size)], sem)
-            )
+            copies += self.scales.copies(layer, page_id, j, slot, sem)
         return copies
 
     def _wait(self, ref: Any, slot: jax.Array) -> None:
