@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_interpreter import gpu_interpreter
+from fixtures.gpu_interpreter import gpu_interpreter
 from oracle_dense import Batch, attend, random_batch, relative_error
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
