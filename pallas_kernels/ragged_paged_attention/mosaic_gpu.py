@@ -71,14 +71,15 @@ def prefill_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> prefill_plan.Pref
     a cap or sinks. Stages are powers of two: other remainders cost the consumers registers that they do not have.
     """
     D = spec.head_dim
+    plain = spec.sliding_window is None and spec.soft_cap is None and not spec.has_sinks
+    registers = (224, 56) if D == 256 else (216, 72)
     if spec.quantized:
         keys, stages, converted = {64: (128, 4, 2), 128: (64, 4, 2), 256: (64, 2, 1)}[D]
-        return prefill_plan.PrefillTuning(num_sms, keys, stages, converted)
-    plain = spec.sliding_window is None and spec.soft_cap is None and not spec.has_sinks
+        return prefill_plan.PrefillTuning(num_sms, keys, stages, converted, registers)
     if D == 128 and plain:
         return prefill_plan.PrefillTuning(num_sms, keys=128, stages=2, registers=(232, 40))
     keys, stages = {64: (128, 4), 128: (64, 4), 256: (64, 2)}[D]
-    return prefill_plan.PrefillTuning(num_sms, keys, stages)
+    return prefill_plan.PrefillTuning(num_sms, keys, stages, registers=registers)
 
 
 def call_spec(
