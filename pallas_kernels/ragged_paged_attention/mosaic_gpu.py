@@ -1,8 +1,13 @@
 """Ragged paged attention on NVIDIA Hopper (sm_90a), through Pallas' Mosaic GPU backend.
 
 Sequences with one query go to the decode kernel (split over keys), all others to the prefill kernel
-(warp-specialized); which is which is decided on the device, so that a step may mix them freely. A caller whose batch
-cannot hold anything but decodes says `decode_only`, which saves the launch of a prefill kernel without work.
+(warp-specialized); which is which is decided on the device, so that a step may mix them freely. A batch of decodes
+costs the bytes of its keys and values, and the launch of a prefill kernel that finds no work and reads no page. A caller whose
+batch cannot hold anything but decodes says `decode_only`, which saves the launch too; one row is such a batch.
+
+8-bit keys are multiplied as 16-bit numbers, not by the FP8 form of `wgmma`: that takes queries in FP8 as well, and rounding those to
+e4m3, whatever their scale, changes each number by up to 2^-4 of it and the output by more than the 1e-2 that the kernels keep to
+(`test_queries_in_fp8_would_not_be_exact_enough`).
 
 Reads head_major pools of bfloat16, float16, int8 and both fp8 types, head_dim 64, 128 and 256, pages of 16, 32 or 64
 tokens or a multiple of 128. The kernels need `wgmma`: other chips use the `reference` backend (on Ampere with an int8
@@ -136,7 +141,7 @@ def attend(
         spec=spec,
         tuning=decode_tuning(spec, num_sms),
     )
-    if decode_only:
+    if decode_only or T == 1:
         return jnp.zeros_like(q).at[rows].set(decoded.astype(q.dtype), mode="drop")
 
     tuning = prefill_tuning(spec, num_sms)
@@ -150,18 +155,4 @@ def attend(
     return out[:T].astype(q.dtype).at[rows].set(decoded.astype(q.dtype), mode="drop")
 
 
-def work_of_prefill(spec: CallSpec, keys: int, q_len: int, kv_len: int) -> tuple[int, int]:
-    """(key tiles multiplied, key tiles that hold a key which some query of the same 64 rows sees) for one sequence and
-    KV head."""
-    shape = prefill_plan.Shape.of(spec)
-    done = needed = 0
-    for begin in range(0, q_len, shape.span):
-        tokens = min(shape.span, q_len - begin)
-        position = kv_len - q_len + begin
-        done += prefill_plan.tile_steps(spec, keys, position, tokens)
-        first = 0 if spec.sliding_window is None else max(position - spec.sliding_window + 1, 0)
-        needed += len({key // keys for key in range(first, position + tokens)})
-    return done * shape.splits, needed * shape.splits
-
-
-__all__ = ["KEY_TILE", "attend", "call_spec", "check_supported", "decode_tuning", "prefill_tuning", "work_of_prefill"]
+__all__ = ["KEY_TILE", "attend", "call_spec", "check_supported", "decode_tuning", "prefill_tuning"]

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from fixtures.gpu_interpreter import gpu_interpreter
@@ -137,6 +138,18 @@ def test_quantization_costs_what_its_steps_cost(dtype: str) -> None:
     exact = attend(dataclasses.replace(batch, stored=batch.exact), scale=D**-0.5)[used]
     error = relative_error(out[used], exact)
     assert derived / 2 < error < 1.5 * derived + BOUND
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_queries_in_fp8_would_not_be_exact_enough(kv_dtype: str) -> None:
+    """Why keys of FP8 pools are converted: queries rounded to e4m3, with a scale for each row, in otherwise exact attention."""
+    batch = random_batch(17, [(40, 150), (1, 300)], kv_dtype=kv_dtype, scales="token", padding_rows=0)
+    q = batch.q.astype(np.float64)
+    scale = np.abs(q).max(axis=-1, keepdims=True) / 448
+    rounded = (q / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    D = q.shape[2]
+    exact = attend(batch, scale=D**-0.5)
+    assert relative_error(attend(dataclasses.replace(batch, q=rounded), scale=D**-0.5), exact) > BOUND
 
 
 def test_writing_then_attending_touches_the_written_rows_alone() -> None:
