@@ -6,8 +6,8 @@ costs the bytes of its keys and values, and the launch of a prefill kernel that 
 batch cannot hold anything but decodes says `decode_only`, which saves the launch too; one row is such a batch.
 
 8-bit keys are multiplied as 16-bit numbers, not by the FP8 form of `wgmma`: that takes queries in FP8 as well, and rounding those to
-e4m3, whatever their scale, changes each number by up to 2^-4 of it and the output by more than the 1e-2 that the kernels keep to
-(`test_queries_in_fp8_would_not_be_exact_enough`).
+e4m3, with a scale for each row, changes each number by up to 2^-4 of it and the output by 3.4 % (relative norm, against the float64
+oracle on random batches), where the kernels keep to 1 %.
 
 Reads head_major pools of bfloat16, float16, int8 and both fp8 types, head_dim 64, 128 and 256, pages of 16, 32 or 64
 tokens or a multiple of 128. The kernels need `wgmma`: other chips use the `reference` backend (on Ampere with an int8
