@@ -201,6 +201,19 @@ def test_a_planted_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     assert relative_error(run(batch, decode_only=True, sliding_window=100)[:1], expected[:1]) > BOUND
 
 
+def test_a_planted_wrong_causal_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query of a chunk sees one key too many."""
+    rows_of = mosaic_gpu_prefill_call.Call.rows_of
+
+    def one_later(call: object, item: object, wg: object) -> tuple[object, ...]:
+        row, position, first_valid, tokens = rows_of(call, item, wg)
+        return row, position + 1, first_valid, tokens
+
+    monkeypatch.setattr(mosaic_gpu_prefill_call.Call, "rows_of", one_later)
+    batch = random_batch(18, [(20, 30)], num_kv_heads=1, padding_rows=0)
+    assert relative_error(run(batch), attend(batch, scale=64**-0.5)) > BOUND
+
+
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consumers that do not wait for their tiles."""
     monkeypatch.setattr(mosaic_gpu_prefill_call.Ring, "wait", lambda self, t: self.at(t))
