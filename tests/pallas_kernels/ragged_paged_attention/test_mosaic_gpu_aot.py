@@ -66,10 +66,10 @@ def compiled(head_dim: int, group: int, page_size: int, dtype: str, scales: str,
 
 def check(reports: list[aot_nvidia.KernelReport], group: int) -> None:
     by_name = {report.name: report for report in reports}
-    decode, combine, prefill = (by_name[f"paged_{name}"] for name in ("decode", "decode_combine", "prefill"))
+    decode, prefill = by_name["paged_decode"], by_name["paged_prefill"]
     if group <= 8:
-        assert decode.registers <= 96
-        assert combine.registers <= 96
+        # A kernel that this process compiled before, as the merging of partial results may be, leaves no second report.
+        assert all(report.registers <= 96 for report in reports if report is not prefill), reports
     for report in (decode, prefill):
         assert report.wgmma > 0
         assert report.tensor_copies > 0
