@@ -112,7 +112,6 @@ def _scratch(spec: CallSpec, tuning: PrefillTuning) -> dict[str, Any]:
         # Few arrays of barriers rather than many barriers: each array costs the consumers a uniform register.
         "queries": plgpu.Barrier(num_barriers=2 * CONSUMERS),
         "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=2 * stages),
-        "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2 * stages + 1),
     }
     for name in "kv":
         scratch[f"{name}_stored"] = tiled((stages, keys, D), jnp.dtype(spec.kv_dtype))
@@ -123,4 +122,6 @@ def _scratch(spec: CallSpec, tuning: PrefillTuning) -> dict[str, Any]:
     if spec.quantized:
         scratch["ready"] = plgpu.Barrier(num_barriers=2 * converted)
         scratch["done"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2 * converted)
+    else:
+        scratch["free"] = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2 * stages + 1)
     return scratch

@@ -21,7 +21,7 @@ ROW = WGMMA.reduce(1)
 @dataclass(frozen=True)
 class Ring:
     """One ring of tiles: tile number t lies in slot t % slots. Its barriers are full[first + slot] and free[first +
-    slot]."""
+    slot]; none says that a slot is free where its reader is also who fills it."""
 
     tiles: Ref
     full: Ref
@@ -107,7 +107,7 @@ class Call:
     def stored(self) -> tuple[Ring, Ring]:
         """The rings of keys and of values as they come from the pool."""
         slots, s = self.tuning.stages, self.scratch
-        keys, values = (Ring(s[f"{n}_stored"], s["full"], s["free"], slots, i * slots) for i, n in enumerate("kv"))
+        keys, values = (Ring(s[f"{n}_stored"], s["full"], s.get("free"), slots, i * slots) for i, n in enumerate("kv"))
         return keys, values
 
     def converted(self) -> tuple[Ring, Ring]:

@@ -109,7 +109,7 @@ class _Rows:
         """Issues Q K^T of tile j."""
         call = self.call
         # The index is wg, but not to the compiler, which would keep all descriptors of the queries in registers.
-        at = self.wg + jnp.where(j < self.item.high, 0, 1) if call.spec.head_dim == 256 else self.wg
+        at = self.wg + jnp.where(self.number + j >= 0, 0, 1) if call.spec.head_dim == 256 else self.wg
         keys = self.rings[0].wait(self.number + j)
         plgpu.wgmma(out, call.scratch["q_smem"].at[at], keys.transpose((1, 0)))
 
@@ -177,16 +177,24 @@ def _first_tile(rows: _Rows) -> _State:
 def _visible_tiles(rows: _Rows, state: _State) -> _State:
     """The state after all further tiles, those in the middle without a mask."""
     N, window = jnp.int32(rows.call.tuning.keys), rows.call.spec.sliding_window
-    # Tiles [begin, end) are seen by every query of the warpgroup.
-    begin = rows.low + 1
+
+    def unmasked(rows: _Rows) -> tuple[Array, Array]:
+        """The tiles [begin, end) that every query of the warpgroup sees, but for the first tile."""
+        begin = rows.low + 1
+        if window is not None:
+            inside = lax.div(jnp.maximum(rows.last - window + N, 0), N)
+            begin = jnp.clip(inside, begin, rows.high)
+        return begin, jnp.clip(lax.div(rows.first + 1, N), begin, rows.high)
+
+    # Bounds are read again for each loop: they would sit in registers during the loops before.
     if window is not None:
-        inside = lax.div(jnp.maximum(rows.last - window + N, 0), N)
-        begin = jnp.clip(inside, rows.low + 1, rows.high)
-        state = lax.fori_loop(rows.low + 1, begin, lambda j, s: _step(rows, j, s, masked=True), state)
-    end = jnp.clip(lax.div(rows.first + 1, N), begin, rows.high)
-    state = lax.fori_loop(begin, end, lambda j, s: _step(rows, j, s, masked=False), state)
-    state = lax.fori_loop(end, rows.high, lambda j, s: _step(rows, j, s, masked=True), state)
-    return state
+        now = rows
+        state = lax.fori_loop(now.low + 1, unmasked(now)[0], lambda j, s: _step(now, j, s, masked=True), state)
+        rows = rows.again()
+    middle = rows
+    state = lax.fori_loop(*unmasked(middle), lambda j, s: _step(middle, j, s, masked=False), state)
+    rows = rows.again()
+    return lax.fori_loop(unmasked(rows)[1], rows.high, lambda j, s: _step(rows, j, s, masked=True), state)
 
 
 def _step(rows: _Rows, j: Array, state: _State, *, masked: bool) -> _State:

@@ -15,13 +15,18 @@ QUANT_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs of one call as NumPy arrays (see the entry point for shapes). stored: what the pool's bytes decode to,
-    float64."""
+    """Inputs of one call as NumPy arrays (see the entry point for shapes).
+
+    stored: what the pool's bytes decode to, float64. exact: what was to be stored. noise: the rms error of rounding each number
+    of `exact` to the grid of the pool's dtype.
+    """
 
     q: np.ndarray
     pages: np.ndarray
     scales: np.ndarray | None
     stored: np.ndarray
+    exact: np.ndarray
+    noise: np.ndarray
     layer: int
     page_table: np.ndarray
     cu_q_lens: np.ndarray
@@ -69,7 +74,7 @@ def random_batch(
     mask = used[None, :, None, None, :, None]
     if scales == "none":
         values = np.where(mask, values, np.nan)
-        pages, scale_array = values.astype(np_dtype(kv_dtype)), None
+        pages, scale_array, expanded = values.astype(np_dtype(kv_dtype)), None, np.ones(1)
         stored = pages.astype(np.float64)
     else:
         if scales == "token":
@@ -90,7 +95,17 @@ def random_batch(
     starts = np.concatenate([[0], np.cumsum([n for n, _ in lens])])
     cu = np.concatenate([starts, np.full(padding_seqs, starts[-1])]).astype(np.int32)
     kv_lens = np.array([n for _, n in lens] + [7] * padding_seqs, np.int32)
-    return Batch(q, pages, scale_array, stored, int(rng.integers(L)), table, cu, kv_lens, len(lens))
+    noise = expanded * steps_of(values / expanded, np_dtype(kv_dtype)) / 12**0.5
+    return Batch(q, pages, scale_array, stored, values, noise, int(rng.integers(L)), table, cu, kv_lens, len(lens))
+
+
+def steps_of(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The distance of neighbours in `dtype` near x: errors of rounding are spread evenly over it."""
+    if dtype == np.int8:
+        return np.ones_like(x)
+    info = ml_dtypes.finfo(dtype)
+    exponent = np.floor(np.log2(np.maximum(np.abs(x), float(info.smallest_normal))))
+    return 2.0 ** (exponent - info.nmant)
 
 
 def attend(

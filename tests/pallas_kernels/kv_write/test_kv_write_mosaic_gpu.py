@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_interpreter import gpu_interpreter
+from fixtures.gpu_interpreter import gpu_interpreter
 
 from pallas_kernels import aot_nvidia
 from pallas_kernels.kv_layout import KVLayout, KVPages

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.gpu_interpreter import gpu_interpreter
 from fixtures.tpu_interpreter import watching
-from gpu_interpreter import gpu_interpreter
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import aot_nvidia

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from gpu_interpreter import gpu_interpreter
+from fixtures.gpu_interpreter import gpu_interpreter
 from oracle_dense import Batch, attend, random_batch, relative_error
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
+from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_gpu_decode, mosaic_gpu_prefill_call
 
 pytestmark = [
@@ -102,6 +106,84 @@ def test_quantized_pools(dtype: str, scales: str) -> None:
     check(batch, scales)
 
 
+def test_long_contexts_at_head_dim_256() -> None:
+    """Seven query heads for a KV head, pages of 128, a window that begins inside a page."""
+    lens = [(1, 2049), (130, 1300), (3, 3)]
+    check(random_batch(13, lens, num_kv_heads=1, group=7, head_dim=256, page_size=128), sliding_window=1024)
+
+
+@pytest.mark.parametrize(("window", "scales"), [(4, "static"), (1024, "token")])
+def test_long_quantized_contexts(window: int, scales: str) -> None:
+    batch = random_batch(14, [(130, 2049), (1, 2049), (7, 7)], num_kv_heads=1, kv_dtype="int8", scales=scales)
+    check(batch, scales, sliding_window=window)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_quantization_costs_what_its_steps_cost(dtype: str) -> None:
+    """Against attention over the numbers before quantization.
+
+    Rounding errors are independent, so that relative to the output they add up to sqrt(a^2 + b^2): a of values, relative to the
+    values; b of logits, scale * |q| * the error of a key's number, as weights change by the factor e^b.
+    """
+    batch = random_batch(15, [(40, 150), (1, 300)], num_kv_heads=1, kv_dtype=dtype, scales="token")
+    out = run(batch, "token")
+    D = batch.q.shape[2]
+    real = batch.page_table[0, :2]  # pages that are full
+    keys, values = ((batch.exact[batch.layer, real, i], batch.noise[batch.layer, real, i]) for i in (0, 1))
+    of_values = np.sqrt((values[1] ** 2).mean() / (values[0] ** 2).mean())
+    q_norm = np.sqrt((batch.q.astype(np.float64) ** 2).mean() * D)
+    of_logits = D**-0.5 * q_norm * np.sqrt((keys[1] ** 2).mean())
+    derived = np.hypot(of_values, of_logits)
+    used = slice(0, batch.cu_q_lens[2])
+    exact = attend(dataclasses.replace(batch, stored=batch.exact), scale=D**-0.5)[used]
+    error = relative_error(out[used], exact)
+    assert derived / 2 < error < 1.5 * derived + BOUND
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_queries_in_fp8_would_not_be_exact_enough(kv_dtype: str) -> None:
+    """Why keys of FP8 pools are converted: queries rounded to e4m3, with a scale for each row, in otherwise exact attention."""
+    batch = random_batch(17, [(40, 150), (1, 300)], kv_dtype=kv_dtype, scales="token", padding_rows=0)
+    q = batch.q.astype(np.float64)
+    scale = np.abs(q).max(axis=-1, keepdims=True) / 448
+    rounded = (q / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    D = q.shape[2]
+    exact = attend(batch, scale=D**-0.5)
+    assert relative_error(attend(dataclasses.replace(batch, q=rounded), scale=D**-0.5), exact) > BOUND
+
+
+def test_writing_then_attending_touches_the_written_rows_alone() -> None:
+    """As the engine's step does: keys and values of the new tokens, then attention, with the pool donated."""
+    batch = random_batch(16, [(3, 20), (1, 17)], num_kv_heads=1, kv_dtype="int8", scales="token")
+    L, P, _, K, page, D = batch.pages.shape
+    layout = KVLayout(L, K, D, page, "int8", scales="token")
+    at = [(batch.page_table[s, p // page], p % page) for s, p in ((0, 17), (0, 18), (0, 19), (1, 16))]
+    ids, offsets = np.array([*at, (P - 1, 0), (P - 1, 0)], np.int32).T
+    T = len(ids)
+    new = np.random.default_rng(0).standard_normal((2, T, K, D)).astype(np.float32)
+    kv = KVPages(jnp.asarray(batch.pages), jnp.asarray(batch.scales))
+    tables = (batch.page_table, batch.cu_q_lens, batch.kv_lens, np.int32(batch.num_seqs))
+
+    def step(kv: KVPages, q: jax.Array, new: jax.Array, ids: jax.Array, offsets: jax.Array, *rest: jax.Array) -> object:
+        kv = write_kv(kv, layer, *new, ids, offsets, layout=layout, backend="mosaic_gpu")
+        spec = mosaic_gpu.call_spec(layout, num_heads=q.shape[1], scale=D**-0.5)
+        return kv, mosaic_gpu.attend(q, kv, layer, *rest, spec=spec, num_sms=1)
+
+    layer = jnp.int32(batch.layer)
+    with gpu_interpreter():
+        after, out = jax.jit(step, donate_argnums=0)(
+            kv, jnp.asarray(batch.q[:T]), jnp.asarray(new), *map(jnp.asarray, (ids, offsets, *tables))
+        )
+        pages, scales, out = np.array(after.pages), np.array(after.scales), np.asarray(out)
+    assert np.isfinite(out.astype(np.float32)).all()
+    assert (
+        pages[batch.layer, ids[:4], :, :, offsets[:4]] != batch.pages[batch.layer, ids[:4], :, :, offsets[:4]]
+    ).any()
+    for before, changed in ((batch.pages, pages), (batch.scales, scales)):
+        changed[batch.layer, ids[:4], :, :, offsets[:4]] = before[batch.layer, ids[:4], :, :, offsets[:4]]
+        assert changed.tobytes() == before.tobytes()
+
+
 def test_rows_of_other_sequences_are_untouched_by_partial_tiles() -> None:
     """The last tile of q moves back when it would pass the end: neighbours keep their own results."""
     check(random_batch(8, [(17, 17), (33, 90), (2, 200)], padding_rows=0, num_kv_heads=1))
@@ -119,20 +201,24 @@ def test_a_planted_wrong_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
     assert relative_error(run(batch, decode_only=True, sliding_window=100)[:1], expected[:1]) > BOUND
 
 
+def test_a_planted_wrong_causal_mask_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query of a chunk sees one key too many."""
+    rows_of = mosaic_gpu_prefill_call.Call.rows_of
+
+    def one_later(call: object, item: object, wg: object) -> tuple[object, ...]:
+        row, position, first_valid, tokens = rows_of(call, item, wg)
+        return row, position + 1, first_valid, tokens
+
+    monkeypatch.setattr(mosaic_gpu_prefill_call.Call, "rows_of", one_later)
+    batch = random_batch(18, [(20, 30)], num_kv_heads=1, padding_rows=0)
+    assert relative_error(run(batch), attend(batch, scale=64**-0.5)) > BOUND
+
+
 def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Consumers that do not wait for their tiles."""
     monkeypatch.setattr(mosaic_gpu_prefill_call.Ring, "wait", lambda self, t: self.at(t))
     with pytest.raises(Exception, match=r"RACE|barrier|observed|phase"):
         run(random_batch(11, [(20, 20)], num_kv_heads=1))
-
-
-@pytest.mark.parametrize(("q_len", "kv_len"), [(64, 64), (130, 517), (2048, 2048), (7, 4096)])
-@pytest.mark.parametrize("window", [None, 1024])
-def test_no_tile_is_multiplied_that_no_query_sees(q_len: int, kv_len: int, window: int | None) -> None:
-    layout = KVLayout(1, 8, 128, 64, "bfloat16")
-    spec = mosaic_gpu.call_spec(layout, num_heads=32, scale=1.0, sliding_window=window)
-    done, needed = mosaic_gpu.work_of_prefill(spec, 128, q_len, kv_len)
-    assert done <= 1.1 * needed
 
 
 @pytest.mark.parametrize(

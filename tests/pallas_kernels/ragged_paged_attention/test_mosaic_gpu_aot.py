@@ -28,6 +28,20 @@ POOLS = [
     ("float8_e4m3fn", "token"),
     ("float8_e5m2", "static"),
 ]
+OPTIONS = {"plain": {}, "all": {"sliding_window": 1024, "logit_soft_cap": 30.0, "has_sinks": True}}
+CASES = [
+    (head_dim, pool, *rest)
+    for (head_dim, pool), rest in zip(
+        itertools.product((64, 128, 256), POOLS),
+        zip(
+            itertools.cycle((8, 4, 1, 7)),
+            itertools.cycle((64, 128, 16)),
+            itertools.cycle(("all", "plain", "all", "all", "plain", "all", "plain")),
+            strict=False,
+        ),
+        strict=False,
+    )
+]
 PAGES = 1000
 
 
@@ -50,26 +64,33 @@ def compiled(head_dim: int, group: int, page_size: int, dtype: str, scales: str,
     return aot_nvidia.compile_for_h100(call, shape((T, H, head_dim), jnp.bfloat16), kv, sinks, *ints)
 
 
-def check(reports: list[aot_nvidia.KernelReport], group: int, *, may_spill: bool = False) -> None:
+def check(reports: list[aot_nvidia.KernelReport], group: int) -> None:
     by_name = {report.name: report for report in reports}
-    decode, combine, prefill = (by_name[f"paged_{name}"] for name in ("decode", "decode_combine", "prefill"))
+    decode, prefill = by_name["paged_decode"], by_name["paged_prefill"]
     if group <= 8:
-        assert decode.registers <= 96
-        assert combine.registers <= 96
+        # A kernel that this process compiled before, as the merging of partial results may be, leaves no second report.
+        assert all(report.registers <= 96 for report in reports if report is not prefill), reports
     for report in (decode, prefill):
         assert report.wgmma > 0
         assert report.tensor_copies > 0
         assert not report.serialized
     for report in reports:
-        if not (may_spill and report is prefill):
-            assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
+        assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
 
 
-@pytest.mark.parametrize(("dtype", "scales"), POOLS)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_every_pool_and_head_dim(head_dim: int, dtype: str, scales: str) -> None:
-    _, reports = compiled(head_dim, 4, 64, dtype, scales)
-    check(reports, 4, may_spill=head_dim == 256 and dtype != "bfloat16")
+@pytest.mark.parametrize(("head_dim", "pool", "group", "page_size", "options"), CASES, ids=str)
+def test_pools_head_dims_groups_and_pages(
+    head_dim: int, pool: tuple[str, str], group: int, page_size: int, options: str
+) -> None:
+    _, reports = compiled(head_dim, group, page_size, *pool, **OPTIONS[options])
+    check(reports, group)
+
+
+@pytest.mark.parametrize(("head_dim", "options"), [(128, "plain"), (256, "all")])
+def test_the_largest_group_of_rows(head_dim: int, options: str) -> None:
+    """Eight heads to a tile, bfloat16: where registers are fewest."""
+    _, reports = compiled(head_dim, 8, 64, "bfloat16", "none", **OPTIONS[options])
+    check(reports, 8)
 
 
 @pytest.mark.slow
