@@ -64,7 +64,7 @@ def test_the_step_compiles_and_fits(case: tuple[str, int, ModelConfig, str, str]
     split, page = split_heads(model, devices), TRAITS[backend].page_size
     layout = layout_for(
         backend, num_layers=split.num_layers, num_kv_heads=split.num_kv_heads, head_dim=split.head_dim, page_size=page,
-        dtype=pool_dtype,
+        dtype=pool_dtype, shards=devices,
     )  # fmt: skip
     check_supported(backend, layout, num_heads=split.num_heads)
     pages = PAGES_TOKENS // page
