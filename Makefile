@@ -27,13 +27,15 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
+# Interpreted kernels keep one core busy each; engines and servers want all of them.
 unit: $(VENV)/.dev
-	$(BIN)/pytest -m "not aot"
+	$(BIN)/pytest -m "not aot" -n 2 tests/pallas_kernels
+	$(BIN)/pytest -m "not aot" --ignore tests/pallas_kernels
 
 # Needs libtpu and ptxas, which exist for x86-64 Linux only.
 ifeq ($(shell uname -s -m),Linux x86_64)
 aot: .venv-aot/.done
-	.venv-aot/bin/pytest -m aot tests/pallas_kernels tests/runtime
+	.venv-aot/bin/pytest -m aot -n 2 tests/pallas_kernels tests/runtime
 else
 aot:
 	@echo "ahead-of-time compilation for TPU and NVIDIA is tested on x86-64 Linux only: this is $(shell uname -s -m)"

@@ -17,13 +17,39 @@ import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
-from pallas_kernels.aot_nvidia import H100_TARGET
+H100_TARGET = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+dnn_version_info { major: 9 minor: 8 patch: 0 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+"""
+"""An H100 as XLA wants it described."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
     """platform: JAX's name. hbm_bytes: memory of one chip. hbm_rate: bytes/s. flops, flops8: peak operations/s of 16-bit and 8-bit
-    matmuls (int8; FP8 likewise where the chip has it). topologies: JAX's names of the smallest slices of 1 and of 8 chips."""
+    matmuls (int8; FP8 likewise where the chip has it). topologies: JAX's names of slices, by their number of chips."""
 
     platform: str
     hbm_bytes: int
@@ -34,10 +60,10 @@ class Chip:
 
 
 CHIPS: dict[str, Chip] = {
-    "v4": Chip("tpu", 32 * 2**30, 1228e9, 275e12, 275e12, {1: "v4:2x2x1", 8: "v4:2x2x2"}),
-    "v5e": Chip("tpu", 16 * 2**30, 819e9, 197e12, 394e12, {1: "v5e:2x2", 8: "v5e:2x4"}),
-    "v5p": Chip("tpu", 95 * 2**30, 2765e9, 459e12, 918e12, {1: "v5p:2x2x1", 8: "v5p:2x2x2"}),
-    "v6e": Chip("tpu", 32 * 2**30, 1640e9, 918e12, 1836e12, {1: "v6e:2x2", 8: "v6e:2x4"}),
+    "v4": Chip("tpu", 32 * 2**30, 1228e9, 275e12, 275e12, {4: "v4:2x2x1", 8: "v4:2x2x2"}),
+    "v5e": Chip("tpu", 16 * 2**30, 819e9, 197e12, 394e12, {4: "v5e:2x2", 8: "v5e:2x4"}),
+    "v5p": Chip("tpu", 95 * 2**30, 2765e9, 459e12, 918e12, {4: "v5p:2x2x1", 8: "v5p:2x2x2"}),
+    "v6e": Chip("tpu", 32 * 2**30, 1640e9, 918e12, 1836e12, {4: "v6e:2x2", 8: "v6e:2x4"}),
     "h100": Chip("gpu", 80 * 10**9, 3352e9, 989e12, 1979e12, {1: "1x1x1", 8: "1x1x8"}),
     "h200": Chip("gpu", 141 * 10**9, 4800e9, 989e12, 1979e12, {1: "1x1x1", 8: "1x1x8"}),
 }
@@ -55,13 +81,12 @@ def why_unavailable(chip: str) -> str | None:
 
 @cache
 def absent_devices(chip: str, count: int = 1) -> Sequence[jax.Device]:
-    """`count` (1 or 8) devices of a chip, to compile for; nothing can run on them."""
+    """`count` devices (at most 8) of a chip, to compile for; nothing can run on them."""
     kind = CHIPS[chip]
+    slice_name = kind.topologies[min(size for size in kind.topologies if size >= count)]
     if kind.platform == "gpu":
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-        topology = topologies.get_topology_desc(
-            "gpu", "cuda", target_config=H100_TARGET, topology=kind.topologies[count]
-        )
+        topology = topologies.get_topology_desc("gpu", "cuda", target_config=H100_TARGET, topology=slice_name)
     else:
         os.environ.update(
             TPU_SKIP_MDS_QUERY="1",
@@ -69,7 +94,7 @@ def absent_devices(chip: str, count: int = 1) -> Sequence[jax.Device]:
             TPU_WORKER_HOSTNAMES="localhost",
             ALLOW_MULTIPLE_LIBTPU_LOAD="1",
         )
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=kind.topologies[count])
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=slice_name)
     devices: Sequence[jax.Device] = topology.devices[:count]
     return devices
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.absent_devices import CHIPS, absent_devices, without_compilation_cache
-from pallas_kernels.aot_nvidia import compile_for_h100
 from pallas_kernels.backends import Backend
 from pallas_kernels.inspection.calls import OPS, Call, Shape
+from pallas_kernels.inspection.nvidia import compile_for_h100
 
 
 def main() -> None:

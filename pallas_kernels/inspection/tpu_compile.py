@@ -9,16 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import kv_orders_tpu
+from pallas_kernels.absent_devices import absent_devices
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention import mosaic_tpu
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import make_plan
 
-TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LAYERS = 2
 
 
@@ -28,8 +27,7 @@ def main() -> None:
     layout = KVLayout(LAYERS, K, D, page, shape["dtype"], "token_major", shape["scales"] or "none")
     pages_per_seq = shape["context"] // page
     num_pages = seqs * pages_per_seq
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[shape["chip"]])
-    mesh = Mesh(np.array(topology.devices[:1]), ("tensor",))
+    mesh = Mesh(np.array(absent_devices(shape["chip"])), ("tensor",))
 
     def abstract(dims: tuple[int, ...], dtype: object = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, P()))

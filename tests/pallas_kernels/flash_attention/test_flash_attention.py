@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures.flash_attention_cases import BOUND, CASES, Batch, Case, make_batch, worst_error
+from fixtures.gpu_interpreter import gpu_interpreter
 from fixtures.tpu_interpreter import DmaMode, watching
-from gpu_interpreter import gpu_interpreter
 
 from pallas_kernels.flash_attention import mosaic_gpu, mosaic_gpu_tiles, mosaic_tpu, mosaic_tpu_stream
 from pallas_kernels.flash_attention.api import flash_attention

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot_nvidia
+from pallas_kernels.absent_devices import why_unavailable
 from pallas_kernels.flash_attention.api import flash_attention
+from pallas_kernels.inspection import nvidia
 
-WHY_NOT = aot_nvidia.why_unavailable()
+WHY_NOT = why_unavailable("h100")
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
     pytest.mark.timeout(300),
 ]
 
@@ -50,7 +51,7 @@ def test_compiles_without_spills(
     q, k = (shape((B, T, heads, head_dim), jnp.dtype(dtype)) for T, heads in ((Tq, K * group), (Tk, K)))
     lens = shape((B,), jnp.int32)
     sinks = shape((K * group,), jnp.float32) if has_sinks else None
-    compiled, reports = aot_nvidia.compile_for_h100(call, q, k, k, lens, lens, sinks)
+    compiled, reports = nvidia.compile_for_h100(call, q, k, k, lens, lens, sinks)
     (report,) = reports
     assert report.name == "flash_attention"
     assert (report.stack_bytes, report.spill_bytes) == (0, 0), report

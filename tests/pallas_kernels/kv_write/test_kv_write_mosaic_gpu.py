@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from fixtures.gpu_interpreter import gpu_interpreter
 
-from pallas_kernels import aot_nvidia
+from pallas_kernels.absent_devices import why_unavailable
+from pallas_kernels.inspection import nvidia
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.kv_write import mosaic_gpu
 from pallas_kernels.kv_write.api import write_kv
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 LAYERS, LAYER, NUM_PAGES = 2, 1, 7
-WHY_NOT = aot_nvidia.why_unavailable()
+WHY_NOT = why_unavailable("h100")
 
 
 def kind(name: str) -> np.dtype:
@@ -122,7 +123,7 @@ def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}")
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize(("heads", "head_dim"), [(8, 128), (1, 64), (2, 256)])
 def test_compiles_in_place(dtype: str, heads: int, head_dim: int) -> None:
@@ -142,7 +143,7 @@ def test_compiles_in_place(dtype: str, heads: int, head_dim: int) -> None:
 
         return jax.lax.fori_loop(0, 4, one, kv)
 
-    compiled, [report] = aot_nvidia.compile_for_h100(layers, kv, rows, rows, ids, ids, donate=(0,))
+    compiled, [report] = nvidia.compile_for_h100(layers, kv, rows, rows, ids, ids, donate=(0,))
     assert report.name == mosaic_gpu.KERNEL_NAME
     assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
     assert report.registers <= 64

@@ -12,13 +12,14 @@ from fixtures.gpu_interpreter import gpu_interpreter
 from fixtures.tpu_interpreter import watching
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import aot_nvidia
+from pallas_kernels.absent_devices import why_unavailable
+from pallas_kernels.inspection import nvidia
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.page_copy import mosaic_gpu
 from pallas_kernels.page_copy.api import copy_pages
 
 NUM_PAGES = 9
-WHY_NOT = aot_nvidia.why_unavailable()
+WHY_NOT = why_unavailable("h100")
 INTERPRETERS = {
     "reference": contextlib.nullcontext,
     "cpu_native": contextlib.nullcontext,
@@ -100,7 +101,7 @@ def test_ids_come_in_pairs() -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}")
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("dtype", "scales", "head_dim", "page"),
     [("bfloat16", "none", 256, 64), ("int8", "token", 64, 16), ("float8_e5m2", "token", 128, 256)],
@@ -117,7 +118,7 @@ def test_compiles_in_place(dtype: str, scales: str, head_dim: int, page: int) ->
     def copy(kv: KVPages, src: jax.Array, dst: jax.Array) -> KVPages:
         return copy_pages(kv, src, dst, layout=layout, backend="mosaic_gpu")
 
-    compiled, [report] = aot_nvidia.compile_for_h100(copy, kv, ids, ids, donate=(0,))
+    compiled, [report] = nvidia.compile_for_h100(copy, kv, ids, ids, donate=(0,))
     assert report.name == mosaic_gpu.KERNEL_NAME
     assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
     assert report.registers <= 32

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot_nvidia
+from pallas_kernels.absent_devices import why_unavailable
+from pallas_kernels.inspection import nvidia
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.weights import KINDS, QuantizedWeight
 
-WHY_NOT = aot_nvidia.why_unavailable()
+WHY_NOT = why_unavailable("h100")
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
     pytest.mark.timeout(300),
 ]
 
@@ -52,7 +53,7 @@ def test_compiles_without_spills(setting: tuple[Any, int], shape: tuple[int, int
 
         return jax.lax.scan(layer, jnp.zeros((tokens, out), jnp.float32), jnp.arange(LAYERS))[0]
 
-    compiled, reports = aot_nvidia.compile_for_h100(scan, abstract((tokens, width), jnp.bfloat16), stack)
+    compiled, reports = nvidia.compile_for_h100(scan, abstract((tokens, width), jnp.bfloat16), stack)
     assert [report.name for report in reports] == [f"quantized_matmul_{kind}"]
     report = reports[0]
     assert (report.stack_bytes, report.spill_bytes) == (0, 0), report

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot_nvidia
+from pallas_kernels.absent_devices import why_unavailable
+from pallas_kernels.inspection import nvidia
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.ragged_paged_attention import mosaic_gpu
 
-WHY_NOT = aot_nvidia.why_unavailable()
+WHY_NOT = why_unavailable("h100")
 pytestmark = [
     pytest.mark.aot,
-    pytest.mark.skipif(WHY_NOT is not None, reason=f"aot_nvidia: {WHY_NOT}"),
+    pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
     pytest.mark.timeout(300),
 ]
 
@@ -61,10 +62,10 @@ def compiled(head_dim: int, group: int, page_size: int, dtype: str, scales: str,
     def call(q, kv, sinks, *ints):
         return mosaic_gpu.attend(q, kv, *ints, spec=spec, sinks=sinks)
 
-    return aot_nvidia.compile_for_h100(call, shape((T, H, head_dim), jnp.bfloat16), kv, sinks, *ints)
+    return nvidia.compile_for_h100(call, shape((T, H, head_dim), jnp.bfloat16), kv, sinks, *ints)
 
 
-def check(reports: list[aot_nvidia.KernelReport], group: int) -> None:
+def check(reports: list[nvidia.KernelReport], group: int) -> None:
     by_name = {report.name: report for report in reports}
     decode, prefill = by_name["paged_decode"], by_name["paged_prefill"]
     if group <= 8:

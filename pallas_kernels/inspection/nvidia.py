@@ -1,12 +1,7 @@
-"""Compiles for an H100 on a machine without one, and reads what the compiler says about each Mosaic GPU kernel.
-
-Needs the CUDA plugin of JAX (`jax-cuda12-plugin`, `jax-cuda12-pjrt`, `nvidia-cuda-nvcc-cu12`, or their CUDA 13
-namesakes), no driver.
-"""
+"""Compiles for an H100 on a machine without one, and reads what the compiler says about each Mosaic GPU kernel."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import tempfile
@@ -18,36 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-H100_TARGET = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 8 patch: 0 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-"""
+from pallas_kernels.absent_devices import absent_devices, without_compilation_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +39,10 @@ class KernelReport:
     serialized: bool
 
 
-def why_unavailable() -> str | None:
-    """Why nothing can be compiled for NVIDIA here; None if it can."""
-    names = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    if not any(importlib.util.find_spec(name) for name in names):
-        return "the CUDA plugin of JAX is not installed (jax-cuda12-plugin or jax-cuda13-plugin)"
-    return None
-
-
 @cache
 def h100_mesh() -> Mesh:
     """A mesh of one H100 that is not here. Raises what JAX raises when its CUDA plugin cannot be loaded."""
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    topology = topologies.get_topology_desc("gpu", "cuda", target_config=H100_TARGET, topology="1x1x1")
-    return Mesh(topology.devices, ("device",))
+    return Mesh(np.array(absent_devices("h100")), ("device",))
 
 
 def compile_for_h100(
@@ -95,7 +54,7 @@ def compile_for_h100(
     placed = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     jax.clear_caches()  # a kernel that was lowered before leaves no report
-    with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), _without_cache(), jax.set_mesh(mesh):
+    with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), without_compilation_cache(), jax.set_mesh(mesh):
         compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
         reports = [_report(ptx) for ptx in sorted(Path(folder).glob("*.ptx"))]
     return compiled, reports
@@ -114,19 +73,6 @@ def _dumping_to(folder: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _without_cache() -> Iterator[None]:
-    """A program from the persistent cache would leave no report, and a client without a device cannot load it."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def _report(ptx: Path) -> KernelReport:
