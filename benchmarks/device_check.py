@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from device_cases import REPEATS, make, repeated
-from device_rivals import Timed, rivals
 
+from benchmarks.device_cases import REPEATS, make, repeated
+from benchmarks.device_rivals import Timed, rivals
 from pallas_kernels.absent_devices import CHIPS, Chip
 from pallas_kernels.backends import Backend, best_for
 from pallas_kernels.flash_attention.api import flash_attention

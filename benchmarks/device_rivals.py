@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from device_cases import REPEATS
 
+from benchmarks.device_cases import REPEATS
 from pallas_kernels.inspection.calls import Shape
 
 Timed = Callable[[], None]

@@ -7,20 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks import device_check
+
 ROOT = Path(__file__).parents[2]
-
-
-def load() -> Any:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import device_check
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-    return device_check
 
 
 @pytest.mark.slow
@@ -39,7 +31,6 @@ def test_it_runs_here_and_keeps_to_its_budget(tmp_path: Path) -> None:
 
 
 def test_every_timed_kernel_has_a_rival_or_a_floor() -> None:
-    device_check = load()
     cases = device_check.timed_cases(device_check.SMALL)
     assert {case.op for case in cases} == {case.op for case in device_check.parity_cases()}
     row = device_check.measure(cases[0], "reference", device_check.CHIPS["v5e"])
@@ -48,7 +39,6 @@ def test_every_timed_kernel_has_a_rival_or_a_floor() -> None:
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    device_check = load()
     case = next(case for case in device_check.parity_cases() if case.op == "quantized_matmul")
     assert device_check.check(case, "reference")["passed"]
     wrong = device_check._reference(case, "reference")
@@ -57,7 +47,6 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_summary_names_what_failed() -> None:
-    device_check = load()
     report = {
         "device": "chip", "backend": "reference", "seconds": 1.0, "left_out": ["times of x"],
         "parity": {"a": {"passed": True, "error": 0.0}, "b": {"passed": False, "error": 0.5}, "c": {"failed": "E: no"}},
