@@ -232,4 +232,8 @@ def _python(peer: str, environment: str) -> Path:
 
 
 def _ask(python: Path, program: str) -> str:
-    return subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run([python, "-c", program], check=False, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise BenchmarkError(f"{python} cannot be asked for its version: {last}; run `make bench-peers` again")
+    return done.stdout.strip()

@@ -46,7 +46,9 @@ def main(
         list[str] | None, typer.Option(help="Passed on to `jaxkv serve`, e.g. --server-option=--dtype=float32.")
     ] = None,
     against: Annotated[str | None, typer.Option(help="Peers to compare with: llama.cpp,vllm.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="With --against: turns of each server.")] = 3,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="With --against: turns of each server. [default: 3]")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="The JSON to write; a name with the date if not given.")] = None,
 ) -> None:
     # So that a server which is running ends as well.
@@ -56,12 +58,14 @@ def main(
     path.parent.mkdir(exist_ok=True)
     try:
         if against is None:
+            if rounds is not None:
+                raise SystemExit(f"--rounds {rounds} is for comparisons: give --against as well, or leave it out")
             result = measure_alone(model, server_option or [], load)
         else:
             if find_spec("matplotlib") is None:
                 raise SystemExit('the picture needs matplotlib: pip install -e ".[notebook]"')
             servers = [*jaxkv_variants(model, server_option or []), *peers(against, model)]
-            result = compare(model, servers, rounds, load, path)
+            result = compare(model, servers, rounds or 3, load, path)
             draw(result, path.with_suffix(".png"))
             print("\n".join(["", *tables(result), ""]))
     except JaxkvError as error:

@@ -1,7 +1,7 @@
 """Chips that are not here: devices to compile for, and what each chip can do by its data sheet.
 
-TPUs need libtpu (`pip install 'jaxkv[tpu]'`), NVIDIA chips the CUDA plugin of JAX with nvcc's ptxas (`pip install 'jaxkv[aot]'` brings
-both); neither needs a driver. Both compile on x86-64 Linux only.
+TPUs need libtpu, NVIDIA chips the CUDA plugin of JAX with nvcc's ptxas (`pip install 'jaxkv[aot]'` brings both); neither needs a
+driver. Both compile on x86-64 Linux only.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.kv_layout import QUANTIZED_DTYPES, KVLayout, KVOrder, KVScales
 
 Backend = Literal["reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
@@ -67,6 +68,15 @@ def layout_for(
 def is_hopper(device_kind: str) -> bool:
     """Whether the Mosaic GPU kernels run there. Blackwell (sm_100) has no `wgmma`, nor have the chips before Hopper."""
     return any(chip in device_kind for chip in HOPPER_CHIPS)
+
+
+def check_traced_chip(op: str) -> None:
+    """Raises ValueError if `op` on `mosaic_gpu` is traced for a chip that is no Hopper. On a CPU it is interpreted."""
+    device = current_device_kind()
+    if device != "cpu" and not is_hopper(device):
+        raise ValueError(
+            f"{op} on backend 'mosaic_gpu' needs a Hopper chip (sm_90a, for wgmma), but this is a {device}: use 'reference'"
+        )
 
 
 def check_device(backend: Backend, platform: str, device_kind: str) -> None:

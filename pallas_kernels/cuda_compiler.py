@@ -13,6 +13,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import jax
+
 _FIRST_WRONG, _FIRST_RIGHT = (12, 8, 0), (12, 9, 86)
 """Versions as ptxas says them: V12.9.86 is that of CUDA 12.9 update 1."""
 _WHEELS = ("cuda_nvcc", "cu13")
@@ -24,9 +26,14 @@ class CudaCompilerError(RuntimeError):
 
 
 def check() -> None:
-    """Raises CudaCompilerError if the kernels would be miscompiled. Passes where there is no ptxas: then nothing compiles."""
+    """Raises CudaCompilerError if the kernels would be miscompiled, or on a GPU cannot be compiled. A CPU only interprets them."""
     ptxas = find_ptxas()
     if ptxas is None:
+        if jax.default_backend() == "gpu":
+            raise CudaCompilerError(
+                "no ptxas was found in PATH, /usr/local/cuda or NVIDIA's Python packages: "
+                "install one, for example with `pip install 'nvidia-cuda-nvcc-cu12>=12.9.86'`"
+            )
         return
     version = version_of(ptxas)
     if version is not None and _FIRST_WRONG <= version < _FIRST_RIGHT:

@@ -26,6 +26,16 @@ from pallas_kernels.inspection.calls import OPS, Shape
 from pallas_kernels.inspection.tpu_kernels import TPUKernel, tpu_kernels
 from pallas_kernels.kv_layout import QUANTIZED_DTYPES
 
+_POOL = ("dtype", "page", "static_scales", "num_kv_heads", "head_dim", "seqs")
+READS: dict[str, tuple[str, ...]] = {
+    "ragged_paged_attention": (*_POOL, "num_heads", "context", "queries"),
+    "flash_attention": ("dtype", "num_heads", "num_kv_heads", "head_dim", "seqs", "context"),
+    "kv_write": (*_POOL, "num_heads", "tokens"),
+    "page_copy": (*_POOL, "num_heads", "tokens"),
+    "quantized_matmul": ("kind", "tokens", "outputs", "inputs"),
+}
+"""The fields of a shape that an op depends on."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
@@ -80,10 +90,10 @@ def _floor(chip: str, flops: float, moved: float, products: str) -> tuple[float,
 
 def describe(inspection: Inspection) -> str:
     """A few lines: the call, then a row for each kernel."""
-    shape = dataclasses.asdict(inspection.shape)
-    defaults = dataclasses.asdict(Shape())
-    changed = " ".join(f"{name}={value}" for name, value in shape.items() if value != defaults[name] or name == "dtype")
-    title = f"{inspection.chip} {inspection.op} {changed}"
+    shape, defaults = dataclasses.asdict(inspection.shape), dataclasses.asdict(Shape())
+    kinds = ("dtype", "kind")
+    shown = [name for name in READS[inspection.op] if name in kinds or shape[name] != defaults[name]]
+    title = " ".join([inspection.chip, inspection.op, *(f"{name}={shape[name]}" for name in shown)])
     if inspection.problem:
         return f"{title}\n  does not compile: {inspection.problem}"
     head = (
@@ -148,7 +158,12 @@ def main() -> None:
     chips, ops, dtypes, pages = (options.pop(name) for name in ("chip", "op", "dtype", "page"))
     static = options.pop("static_scales")
     failed = False
+    done = set()
     for chip, op, dtype, page in itertools.product(chips, ops, dtypes, pages):
+        dtype, page = (dtype if "dtype" in READS[op] else Shape.dtype), (page if "page" in READS[op] else None)
+        if (chip, op, dtype, page) in done:
+            continue
+        done.add((chip, op, dtype, page))
         shape = Shape(dtype=dtype, page=page, static_scales=static and dtype in QUANTIZED_DTYPES, **options)
         inspection = inspect_call(chip, op, shape)
         failed |= inspection.problem is not None

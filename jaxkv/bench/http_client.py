@@ -39,6 +39,10 @@ class Answer:
         return json.loads(self.body)
 
 
+class _StaleConnectionError(ServerGoneError):
+    """A kept-alive connection that the server had closed already: no byte of an answer came."""
+
+
 class HttpClient:
     """Requests to one server over as many kept-alive connections as are needed at once."""
 
@@ -70,8 +74,13 @@ class HttpClient:
 
     async def _request(self, method: str, path: str, body: bytes) -> Answer:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection = await self._connection()
-        answer = await connection.exchange(head.encode("latin-1") + body)
+        while True:
+            connection = await self._connection()
+            try:
+                answer = await connection.exchange(head.encode("latin-1") + body)
+            except _StaleConnectionError:
+                continue  # servers close kept-alive connections when they like; a new one is never stale
+            break
         if connection.is_reusable:
             self._idle.append(connection)
         else:
@@ -100,6 +109,8 @@ class _Connection(asyncio.Protocol):
         self._answer = Answer(0.0)
         self._done: asyncio.Future[None] | None = None
         self._keeps_alive = True
+        self._exchanges = 0
+        self._answering = False
 
     @property
     def is_reusable(self) -> bool:
@@ -110,6 +121,8 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         self._answer = Answer(time.perf_counter())
+        self._exchanges += 1
+        self._answering = False
         self._transport.write(request)
         try:
             await self._done
@@ -127,6 +140,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self._answering = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -134,7 +148,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._keeps_alive = False
-        self._fail(f"the server closed the connection in mid-answer{'' if exc is None else f': {exc}'}")
+        stale = self._exchanges > 1 and not self._answering
+        error = _StaleConnectionError if stale else ServerGoneError
+        self._fail(f"the server closed the connection in mid-answer{'' if exc is None else f': {exc}'}", error)
 
     def on_body(self, body: bytes) -> None:
         self._answer.pieces.append((time.perf_counter(), body))
@@ -145,6 +161,6 @@ class _Connection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, message: str, error: type[ServerGoneError] = ServerGoneError) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(ServerGoneError(message))
+            self._done.set_exception(error(message))

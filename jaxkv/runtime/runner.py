@@ -125,6 +125,8 @@ class Runner:
         """Fills pages with NaN, or their scales where integers are stored: for tests, which so prove that nobody reads a free page."""
         (group,) = self.pool
         name = "pages" if jnp.issubdtype(group.pages.dtype, jnp.floating) else "scales"
+        if name == "scales" and self.spec.layout.scales == "static":
+            raise ValueError("a pool of integers with static scales has no place for NaN")
         array = getattr(group, name)
         poisoned = array.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
         self.pool = (dataclasses.replace(group, **{name: jax.device_put(poisoned, array.sharding)}),)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import Backend, check_backend
+from pallas_kernels.backends import Backend, check_backend, check_traced_chip
 from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.flash_attention import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.flash_attention.scoring import Scoring
@@ -83,6 +83,10 @@ def flash_attention(
     """
     _check_shapes(q, k, v, q_lens, kv_lens, sinks)
     _check_options(causal, sliding_window, logit_soft_cap)
+    if scale <= 0:
+        raise ValueError(f"a scale of {scale} is not supported: it must be above 0")
+    if backend == "mosaic_gpu":
+        check_traced_chip("flash attention")
     (B, Tq, H, D), (Tk, K) = q.shape, k.shape[1:3]
     check_supported(backend, num_heads=H, num_kv_heads=K, head_dim=D, dtype=q.dtype)
     arrays = (q, k, v, _lens(q_lens, B, Tq), _lens(kv_lens, B, Tk), sinks)

@@ -43,9 +43,10 @@ def tpu_kernels(dump: Path, chip: str) -> list[TPUKernel]:
 
 def _kernel(dump: Path, chip: str, name: str, section: str) -> TPUKernel | None:
     try:
-        schedule = parse_schedule(find_schedule(dump, name))
-    except (FileNotFoundError, ValueError):
+        path = find_schedule(dump, name)
+    except FileNotFoundError:
         return None  # XLA's own custom calls have no schedule of their own
+    schedule = parse_schedule(path)
     counts = {key: int(used) for key, used in re.findall(r"- (\w+): \((\d+)/\d+\)", section)}
     used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', section)
     kernel = TPUKernel(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import kv_orders_tpu
-from pallas_kernels.backends import Backend
+from pallas_kernels.backends import Backend, check_traced_chip
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.kv_write import cpu_native, mosaic_gpu, mosaic_tpu, reference
 
@@ -26,8 +26,10 @@ def write_kv(
 
     In place when the pool is donated or carried by a loop. A quantized pool stores x / scale, saturated: with token scales each
     row brings its own, which is stored beside it; static ones are read from the pool. Rows that two tokens name keep either
-    token's values.
+    token's values. With static scales cpu_native writes through XLA, which does it in place too.
     """
+    if backend == "mosaic_gpu":
+        check_traced_chip("KV write")
     if backend == "cpu_native" and layout.scales != "static":
         return cpu_native.write(kv, layer, keys, values, pages, offsets)
     if backend == "mosaic_tpu":

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32."""
 _SMALLEST_NORMAL = {"int8": 0.0, "float8_e4m3fn": 2.0**-6, "float8_e5m2": 2.0**-14}
 
 
@@ -43,5 +45,9 @@ def token_scales(x: Float[Array, "T K D"], dtype: Any) -> Float[Array, "T K"]:
 
 
 def scale_of_peak(peak: Float[Array, "*N"], dtype: Any) -> Float[Array, "*N"]:
-    """The scale of rows whose largest magnitudes are `peak`. A product, as some compilers make one of a division by a constant."""
-    return jnp.where(peak == 0.0, jnp.ones_like(peak), peak * (1.0 / largest(dtype)))
+    """The scale of rows whose largest magnitudes are `peak`. A product, as some compilers make one of a division by a constant.
+
+    Never subnormal: hardware may read such a number as zero, and a row divided by zero is NaN.
+    """
+    scale = jnp.maximum(peak * (1.0 / largest(dtype)), _SMALLEST_SCALE)
+    return jnp.where(peak == 0.0, jnp.ones_like(peak), scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.backends import Backend
+from pallas_kernels.backends import Backend, check_traced_chip
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.page_copy import mosaic_gpu, mosaic_tpu, reference
 
@@ -30,6 +30,7 @@ def copy_pages(
     if backend == "mosaic_tpu":
         return _copy_on_tpu(kv, src_ids, dst_ids, layout)
     if backend == "mosaic_gpu":
+        check_traced_chip("page copy")
         return mosaic_gpu.copy(kv, src_ids, dst_ids, layout=layout)
     return reference.copy(kv, src_ids, dst_ids, layout=layout)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backends import is_hopper
+from pallas_kernels.backends import check_traced_chip
 from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.quantized_matmul.rotation import rotate
@@ -51,11 +51,7 @@ def check_supported(backend: str, kind: str, *, out_features: int, in_features: 
     if backend == "mosaic_tpu":
         mosaic_tpu.check_supported(cast(Kind, kind), out_features, in_features)
     if backend == "mosaic_gpu":
-        device = current_device_kind()
-        if device != "cpu" and not is_hopper(device):  # on a CPU it is interpreted
-            raise ValueError(
-                f"matmul backend 'mosaic_gpu' needs a Hopper chip (sm_90a, for wgmma), but this is a {device}: use 'reference'"
-            )
+        check_traced_chip("quantized matmul")
         mosaic_gpu.check_supported(cast(Kind, kind), out_features, in_features)
 
 

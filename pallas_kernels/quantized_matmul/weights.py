@@ -153,14 +153,14 @@ def unpack_int4(values: Int[Array, "*lead bytes"]) -> Int[Array, "*lead in"]:
     return pairs.reshape(*values.shape[:-1], -1)
 
 
-def partition_specs(kind: Kind, *axes: str | None) -> QuantizedWeight:
+def partition_specs(kind: Kind, *axes: str | None, rotated: bool = False) -> QuantizedWeight:
     """The PartitionSpec of each array, in the pytree's shape, for a weight whose axes (..., out, in) are sharded over `axes`."""
     *lead, out_axis, in_axis = axes
     values = PartitionSpec(*axes)
     if kind == "int4":
         grouped = PartitionSpec(*lead, in_axis, out_axis)
         return QuantizedWeight(cast(Any, values), cast(Any, grouped), cast(Any, grouped), kind=kind)
-    return QuantizedWeight(cast(Any, values), cast(Any, PartitionSpec(*lead, out_axis)), kind=kind)
+    return QuantizedWeight(cast(Any, values), cast(Any, PartitionSpec(*lead, out_axis)), kind=kind, rotated=rotated)
 
 
 def check_kind(kind: str) -> None:

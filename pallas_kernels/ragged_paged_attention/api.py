@@ -8,7 +8,7 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cuda_compiler
-from pallas_kernels.backends import Backend
+from pallas_kernels.backends import Backend, check_traced_chip
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.native import library
 from pallas_kernels.ragged_paged_attention import cpu_native, mosaic_gpu, mosaic_tpu, mosaic_tpu_plan, reference
@@ -65,6 +65,10 @@ def ragged_paged_attention(
     sliding_window: keys that a query sees, itself included. logit_soft_cap: cap * tanh(score / cap).
     sinks: one extra logit per head that takes part in the softmax with a value of zero.
     """
+    if scale <= 0:
+        raise ValueError(f"a scale of {scale} is not supported: it must be above 0")
+    if backend == "mosaic_gpu":
+        check_traced_chip("ragged paged attention")
     batch = (q, kv, layer, page_table, cu_q_lens, kv_lens, num_seqs)
     if backend == "mosaic_tpu":
         return mosaic_tpu.attend(

@@ -24,14 +24,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode as decode_ke
 from pallas_kernels.ragged_paged_attention import mosaic_gpu_prefill as prefill_kernel
 from pallas_kernels.ragged_paged_attention import mosaic_gpu_prefill_plan as prefill_plan
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import KEY_TILE, KV_DTYPES, CallSpec
-
-H100_SMS = 132
-BLOCK_SHARED_BYTES = 232448
-"""Shared memory that one thread block may have on sm_90."""
-_RESERVED_BYTES = 6144
-"""Of a block's shared memory, what barriers, reductions and the driver take beyond the buffers that the kernels
-count."""
-_MAX_DECODE_STAGES = 6
+from pallas_kernels.ragged_paged_attention.tuning import gpu_numbers
 
 
 def check_supported(layout: KVLayout, *, num_heads: int) -> None:
@@ -54,37 +47,31 @@ def check_supported(layout: KVLayout, *, num_heads: int) -> None:
         )
 
 
-def decode_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> decode_kernel.DecodeTuning:
-    """Two blocks on an SM if each then has two stages at least, else one; as many stages as fit.
-
-    Two blocks hide each other's softmax. In flight are then 130 KB and more on every SM, twice what latency times
-    bandwidth asks for.
-    """
+def decode_tuning(spec: CallSpec, num_sms: int | None = None) -> decode_kernel.DecodeTuning:
+    """Two blocks on an SM, which hide each other's softmax, if each then has two stages at least, else one; as many stages as fit."""
+    numbers = gpu_numbers()
     for blocks_per_sm in (2, 1):
-        room = BLOCK_SHARED_BYTES // blocks_per_sm - _RESERVED_BYTES
-        for stages in range(_MAX_DECODE_STAGES, 1, -1):
-            tuning = decode_kernel.DecodeTuning(blocks_per_sm * num_sms, stages)
+        room = numbers.shared_bytes // blocks_per_sm - numbers.reserved_bytes
+        for stages in range(numbers.decode_stages, 1, -1):
+            tuning = decode_kernel.DecodeTuning(blocks_per_sm * (num_sms or numbers.sms), stages)
             if decode_kernel.shared_bytes(spec, tuning) <= room:
                 return tuning
-    raise ValueError(f"no decode tile fits into {BLOCK_SHARED_BYTES} bytes of shared memory for {spec}")
+    raise ValueError(f"no decode tile fits into {numbers.shared_bytes} bytes of shared memory for {spec}")
 
 
-def prefill_tuning(spec: CallSpec, num_sms: int = H100_SMS) -> prefill_plan.PrefillTuning:
-    """128 keys where shared memory and registers allow, else 64; one block on an SM.
-
-    128 keys halve the part of Q K^T that re-reads the queries from shared memory. At head_dim 128 they leave no registers for a window,
-    a cap or sinks. Stages are powers of two: other remainders cost the consumers registers that they do not have.
-    """
-    D = spec.head_dim
+def prefill_tuning(spec: CallSpec, num_sms: int | None = None) -> prefill_plan.PrefillTuning:
+    """The table's numbers for this kind of call; one block on an SM."""
+    numbers = gpu_numbers()
     plain = spec.sliding_window is None and spec.soft_cap is None and not spec.has_sinks
-    registers = (224, 56) if D == 256 else (216, 72)
-    if spec.quantized:
-        keys, stages, converted = {64: (128, 4, 2), 128: (64, 4, 2), 256: (64, 2, 1)}[D]
-        return prefill_plan.PrefillTuning(num_sms, keys, stages, converted, registers)
-    if D == 128 and plain:
-        return prefill_plan.PrefillTuning(num_sms, keys=128, stages=2, registers=(232, 40))
-    keys, stages = {64: (128, 4), 128: (64, 4), 256: (64, 2)}[D]
-    return prefill_plan.PrefillTuning(num_sms, keys, stages, registers=registers)
+    kind = "quantized" if spec.quantized else "plain" if plain else "any"
+    chosen = numbers.prefill[kind][str(spec.head_dim)]
+    return prefill_plan.PrefillTuning(
+        num_sms or numbers.sms,
+        keys=chosen["keys"],
+        stages=chosen["stages"],
+        converted=chosen.get("converted", 0),
+        registers=tuple(chosen["registers"]),
+    )
 
 
 def call_spec(
@@ -123,9 +110,10 @@ def attend(
     spec: CallSpec,
     sinks: Float[Array, " H"] | None = None,
     decode_only: bool = False,
-    num_sms: int = H100_SMS,
+    num_sms: int | None = None,
 ) -> Float[Array, "T H D"]:
-    """Contract: `pallas_kernels.ragged_paged_attention.api`. decode_only: no sequence has more than one query."""
+    """Contract: `pallas_kernels.ragged_paged_attention.api`. decode_only: no sequence has more than one query.
+    num_sms: instead of the chip's own."""
     T, S = q.shape[0], page_table.shape[0]
     num_seqs = jnp.asarray(num_seqs, jnp.int32).reshape(())
     q_lens = jnp.where(jnp.arange(S) < num_seqs, jnp.diff(cu_q_lens), 0)

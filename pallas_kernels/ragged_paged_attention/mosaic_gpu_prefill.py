@@ -1,8 +1,8 @@
 """Attention of sequences with several queries (prefill chunks, draft verification) on Hopper.
 
-A work item is 128 query rows of one sequence and one KV head: two consumer warpgroups with 64 rows each (`_consume`). A
+A work item is 128 query rows of one sequence and one KV head: two consumer warpgroups with 64 rows each (`consume`). A
 warpgroup's rows are `span` consecutive tokens times the `heads` query heads that share the KV head, row = head * span
-+ token, so that K and V are read once for all of them. A third warpgroup (`_produce`) issues the TMA copies of pages into rings of
++ token, so that K and V are read once for all of them. A third warpgroup (`produce`) issues the TMA copies of pages into rings of
 shared memory, and converts 8-bit pages to 16 bits. The grid is persistent: items are sorted by cost and dealt out in a snake.
 """
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.kv_layout import KVLayout
+from pallas_kernels.ragged_paged_attention.tuning import tpu_numbers
 
 LANES = 128
 SUBLANES = 8
@@ -93,6 +94,29 @@ def _heads_per_group(num_kv_heads: int, queries_per_kv: int, head_lanes: int, ma
     return max(chosen, min(deep, default=1))
 
 
+def _blocks(layout: KVLayout, chip: Chip, longest: int, block_tokens: int | None = None) -> tuple[int, int]:
+    """(tokens of a KV block, blocks in memory) for contexts of `longest` tokens. Raises ValueError where they exceed the VMEM."""
+    numbers = tpu_numbers()
+    bytes_per_token = 2 * layout.num_kv_heads * layout.head_dim * jnp.dtype(layout.dtype).itemsize
+    if block_tokens is None:
+        # Larger blocks spread the latency of their matmuls over more tokens, up to where nothing is gained (tuning/tpu.json);
+        # what is left of a context is taken in shorter stretches anyway.
+        budget = min(numbers.block_bytes, chip.vmem_bytes // 16)
+        block_tokens = min(max(budget // bytes_per_token, 128), numbers.block_tokens)
+    granule = math.lcm(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
+    block_tokens = max(block_tokens // granule, 1) * granule
+    block_tokens = min(block_tokens, -(-longest // granule) * granule)
+    block_bytes = block_tokens * bytes_per_token
+    slots = numbers.slots if numbers.slots * block_bytes <= chip.vmem_bytes // 2 else 2
+    if slots * block_bytes > chip.vmem_bytes * 5 // 8:
+        raise ValueError(
+            f"attention backend 'mosaic_tpu' needs {slots} blocks of {block_tokens} tokens in VMEM, {slots * block_bytes} bytes "
+            f"of a {layout.dtype} pool: too much for this chip's {chip.vmem_bytes}; use a smaller KV dtype, smaller pages or "
+            "more devices"
+        )
+    return block_tokens, slots
+
+
 def make_plan(
     layout: KVLayout,
     *,
@@ -106,25 +130,8 @@ def make_plan(
     check(layout, num_heads=num_heads)
     chip = this_chip()
     queries_per_kv = num_heads // layout.num_kv_heads
-    itemsize = jnp.dtype(layout.dtype).itemsize
-    bytes_per_token = 2 * layout.num_kv_heads * layout.head_dim * itemsize
-    if block_tokens is None:
-        # Larger blocks spread the latency of their matmuls over more tokens; beyond 1024 tokens nothing is gained
-        # (tuning/tpu.json), and what is left of a context is taken in shorter stretches anyway.
-        budget = min(4 * 2**20, chip.vmem_bytes // 16)
-        block_tokens = min(max(budget // bytes_per_token, 128), 1024)
-    granule = math.lcm(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
-    block_tokens = max(block_tokens // granule, 1) * granule
-    longest = -(-pages_per_seq * layout.page_size // granule) * granule
-    block_tokens = min(block_tokens, longest)
-    block_bytes = block_tokens * bytes_per_token
-    slots = 3 if 3 * block_bytes <= chip.vmem_bytes // 2 else 2
-    if slots * block_bytes > chip.vmem_bytes * 5 // 8:
-        raise ValueError(
-            f"attention backend 'mosaic_tpu' needs {slots} blocks of {block_tokens} tokens in VMEM, {slots * block_bytes} bytes "
-            f"of a {layout.dtype} pool: too much for this chip's {chip.vmem_bytes}; use a smaller KV dtype, smaller pages or "
-            "more devices"
-        )
+    longest = pages_per_seq * layout.page_size
+    block_tokens, slots = _blocks(layout, chip, longest, block_tokens)
     head_lanes = max(layout.head_dim, LANES)
     if query_tile is None:
         query_tile = 16
@@ -165,3 +172,5 @@ def check(layout: KVLayout, *, num_heads: int) -> None:
         raise ValueError(
             f"{num_heads} query heads cannot be grouped over {layout.num_kv_heads} KV heads: one must divide the other"
         )
+    local = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // layout.shards, shards=1)
+    _blocks(local, this_chip(), longest=2**20)

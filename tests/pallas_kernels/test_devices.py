@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import cuda_compiler
+from pallas_kernels import backends, cuda_compiler
 from pallas_kernels.backends import best_for, check_device, why_not_fp8
 from pallas_kernels.quantized_matmul import api as quantized_matmul
 from pallas_kernels.ragged_paged_attention.api import prepare
@@ -45,7 +45,7 @@ def test_fp8_before_its_hardware(capability: str, emulated: bool) -> None:
 
 @pytest.mark.parametrize("kind", [*OTHERS, "TPU v5 lite"])
 def test_the_matmul_refuses_other_chips(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_matmul, "current_device_kind", lambda: kind)
+    monkeypatch.setattr(backends, "current_device_kind", lambda: kind)
     with pytest.raises(ValueError, match=f"Hopper chip.*{kind}"):
         quantized_matmul.check_supported("mosaic_gpu", "int8", out_features=64, in_features=64)
 
@@ -64,4 +64,12 @@ def test_compilers_that_are_wrong(version: str, wrong: bool, tmp_path: Path, mon
         with pytest.raises(cuda_compiler.CudaCompilerError, match=f"V{version}.*nvidia-cuda-nvcc-cu12"):
             prepare("mosaic_gpu")
     else:
+        prepare("mosaic_gpu")
+
+
+def test_on_a_gpu_without_a_compiler_the_engine_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_compiler, "find_ptxas", lambda: None)
+    prepare("mosaic_gpu")  # on a CPU it is interpreted
+    monkeypatch.setattr(cuda_compiler.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(cuda_compiler.CudaCompilerError, match=r"no ptxas was found.*nvidia-cuda-nvcc-cu12"):
         prepare("mosaic_gpu")

@@ -179,3 +179,8 @@ def test_logprobs_match_numpy() -> None:
     ]
     np.testing.assert_allclose(np.asarray(got.top), -np.sort(-logp, axis=1)[:, :20], atol=1e-5)
     np.testing.assert_array_equal(np.asarray(got.top_ids), np.argsort(-logits, axis=1)[:, :20])
+
+
+def test_the_first_of_equal_maxima_wins_and_nan_stays_in_the_vocabulary() -> None:
+    rows = jnp.array([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0], [jnp.nan, 0.0, 1.0, 0.0], [-jnp.inf] * 4])
+    assert sampler._argmax(rows).tolist() == [1, 0, 3, 0]

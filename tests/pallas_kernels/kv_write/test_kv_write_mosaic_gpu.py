@@ -65,7 +65,11 @@ def random_write(layout: KVLayout, rows_dtype: str = "bfloat16") -> tuple[KVPage
                 new = stored(row, scales[LAYER, which], layout.dtype)
             else:
                 peak = np.abs(row).max(-1)
-                scale = np.where(peak == 0, np.float32(1), peak * np.float32(1 / LARGEST[layout.dtype]))
+                scale = np.where(
+                    peak == 0,
+                    np.float32(1),
+                    np.maximum(peak * np.float32(1 / LARGEST[layout.dtype]), np.finfo(np.float32).tiny),
+                )
                 new = stored(row, scale, layout.dtype)
                 new_scales[LAYER, ids[t], which, :, offsets[t]] = scale
             new_pages[LAYER, ids[t], which, :, offsets[t]] = new

@@ -1,5 +1,6 @@
 """Quantization of keys and values: bounds, saturation, no subnormal numbers."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,3 +42,14 @@ def test_zeros_keep_a_finite_scale() -> None:
     zeros = jnp.zeros((2, 1, 4))
     assert (token_scales(zeros, "int8") == 1).all()
     assert (quantize(zeros, token_scales(zeros, "int8")[..., None], "int8") == 0).all()
+
+
+@pytest.mark.parametrize("dtype", HALF_STEP)
+@pytest.mark.parametrize("peak", [1e-30, 1e-34, 1e-36, 1e-38, 1e-40])
+def test_the_smallest_rows_stay_finite(dtype: str, peak: float) -> None:
+    """A scale that hardware reads as zero would make the row NaN, and with it its sequence."""
+    x = jnp.array([[[peak, 0.0, -peak / 2]]], jnp.float32)
+    scales = jax.jit(token_scales, static_argnums=1)(x, dtype)
+    stored = jax.jit(quantize, static_argnums=2)(x, scales[..., None], dtype)
+    back = np.asarray(stored, np.float64) * np.asarray(scales, np.float64)[..., None]
+    assert np.abs(back - np.asarray(x, np.float64)).max() <= max(peak, 1e-35)
