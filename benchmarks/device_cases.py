@@ -102,8 +102,8 @@ def arguments(op: str, shape: Shape, call: Call) -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(0), 32))
 
     def drawn_as(argument: Any) -> Any:
-        if isinstance(argument, KVPages | QuantizedWeight) and argument.scales is not None:
-            argument = argument.replace(scales=None)  # type: ignore[attr-defined]
+        if isinstance(argument, KVPages | QuantizedWeight):
+            argument = dataclasses.replace(argument, scales=None)
         return jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if leaf.dtype == jnp.int32
             else _draw(next(keys), leaf.shape, leaf.dtype), argument,
@@ -112,9 +112,9 @@ def arguments(op: str, shape: Shape, call: Call) -> tuple[Any, ...]:
     drawn = [drawn_as(argument) for argument in call.args]
     for i, wanted in enumerate(call.args):
         if isinstance(wanted, KVPages | QuantizedWeight) and wanted.scales is not None:
-            drawn[i] = drawn[i].replace(scales=_draw_scales(next(keys), wanted.scales.shape))
+            drawn[i] = dataclasses.replace(drawn[i], scales=_draw_scales(next(keys), wanted.scales.shape))
         if isinstance(wanted, QuantizedWeight) and wanted.zero_points is not None:
-            drawn[i] = drawn[i].replace(zero_points=drawn[i].zero_points % 16)
+            drawn[i] = dataclasses.replace(drawn[i], zero_points=drawn[i].zero_points % 16)
     rng = np.random.default_rng(0)
     if op in ("ragged_paged_attention", "quantized_matmul"):
         drawn[2] = jnp.int32(LAYER)

@@ -48,7 +48,7 @@ def check(case: Case, backend: Backend) -> dict[str, Any]:
         elif case.op == "kv_write":
             error, stray = _errors_of_write(layout, held, out, _expected(case, layout, held))
         else:
-            error, stray = _error_of_rows(case, held, out, _expected(case, layout, held)), 0
+            error, stray = _error_of_rows(case, out, _expected(case, layout, held)), 0
     if not np.isfinite(error):
         return {"failed": "the output holds NaN or infinity", "passed": False}
     return {"error": error, "limit": LIMIT, "stray": stray, "passed": error < LIMIT and stray == 0}
@@ -120,9 +120,9 @@ def _attention_inputs(case: Case, layout: KVLayout) -> tuple[Any, ...]:
     pages = np.concatenate([row[np.arange(n) // layout.page_size] for row, n in zip(page_table, lens, strict=False)])
     kv = _pool(rng, layout, P)
     used = _written(layout, kv, pages, np.concatenate([np.arange(n) % layout.page_size for n in lens]))
-    kv.pages[~used.pages] = 127 if layout.dtype == "int8" else np.nan  # type: ignore[index]
+    kv.pages[~used.pages] = 127 if layout.dtype == "int8" else np.nan
     if kv.scales is not None:
-        kv.scales[~used.scales] = np.nan  # type: ignore[index,operator]
+        kv.scales[~used.scales] = np.nan  # type: ignore[operator]
     ends = np.cumsum([queries for queries, _ in case.lens])
     cu_q_lens = np.concatenate([[0], ends, [ends[-1]] * 2]).astype(np.int32)
     q = _normal(rng, int(ends[-1]) + 3, case.shape.num_heads, layout.head_dim)
@@ -189,7 +189,7 @@ def _distance(actual: Any, expected: Any) -> float:
     return float(np.max(np.linalg.norm(actual - expected, axis=-1) / np.maximum(norms, 1e-30)))
 
 
-def _error_of_rows(case: Case, held: Any, out: Host, expected: Host) -> float:
+def _error_of_rows(case: Case, out: Host, expected: Host) -> float:
     if case.op != "ragged_paged_attention":
         return _distance(out, expected)
     rows = sum(queries for queries, _ in case.lens)

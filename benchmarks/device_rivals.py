@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ def of_interest(shape: Shape) -> Shape:
 
 
 def _normal(seed: int, *dims: int) -> jax.Array:
-    return jax.jit(lambda: jax.random.normal(jax.random.key(seed), dims, jnp.bfloat16))()
+    drawn: jax.Array = jax.jit(lambda: jax.random.normal(jax.random.key(seed), dims, jnp.bfloat16))()
+    return drawn
 
 
 def _chained(function: Callable[..., jax.Array], first: jax.Array, *others: jax.Array) -> Timed:
@@ -48,11 +49,11 @@ def _dense(shape: Shape) -> tuple[jax.Array, jax.Array, jax.Array]:
     return _normal(0, B, shape.queries, H, D), _normal(1, B, T, K, D), _normal(2, B, T, K, D)
 
 
-def jax_attention(implementation: str) -> Callable[[Shape], Timed]:
+def jax_attention(implementation: Literal["cudnn", "xla"]) -> Callable[[Shape], Timed]:
     """`jax.nn.dot_product_attention` over dense keys and values: no pages to follow."""
 
     def rival(shape: Shape) -> Timed:
-        causal: Any = shape.queries > 1
+        causal = shape.queries > 1
         return _chained(
             lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation=implementation),
             *_dense(shape),
