@@ -141,10 +141,15 @@ def _dense_inputs(case: Case, _: KVLayout) -> tuple[Any, ...]:
 
 
 def _write_inputs(case: Case, layout: KVLayout) -> tuple[Any, ...]:
-    """A run of tokens across the end of a page, tokens here and there, two rows of padding; vectors of many sizes."""
-    rng, (T, K, D), P = np.random.default_rng(0), (case.shape.tokens, layout.num_kv_heads, layout.head_dim), 8
+    """A run of tokens across the end of a page, tokens of other sequences, two rows of padding; vectors of many sizes.
+
+    As in a step, tokens that share 16 places of a page follow each other: the TPU kernel counts on that.
+    """
+    rng, (T, K, D) = np.random.default_rng(0), (case.shape.tokens, layout.num_kv_heads, layout.head_dim)
+    P = T + 4
     run = layout.page_size - 4 + np.arange(8)
-    apart = 2 * layout.page_size + rng.permutation((P - 3) * layout.page_size)[: T - 10]
+    tiles = rng.permutation((P - 3) * layout.page_size // 16)[: T - 10]
+    apart = 2 * layout.page_size + 16 * tiles + rng.integers(0, 16, T - 10)
     slots = np.concatenate([run, apart])
     ids = rng.permutation(P - 1)
     pages = np.concatenate([ids[slots // layout.page_size], [P - 1] * 2]).astype(np.int32)
