@@ -9,12 +9,22 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import hypothesis
 import jax
 import pytest
+from jax._src.pallas.mosaic.interpret import race_detection_state as races
+from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_races
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Engines of the same shape are built many times: each shape is compiled once.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
+
+
+# JAX 0.11 prints the races that its interpreters find, 0.12 raises them: here both raise.
+races.print = gpu_races.print = _raise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

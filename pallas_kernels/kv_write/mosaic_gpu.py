@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.kv_write.quantize import saturate, scale_of_peak
+from pallas_kernels.mosaic_gpu_store import store
 
 KERNEL_NAME = "kv_write"
 _WARPS, _LANES = 4, 32
@@ -61,7 +62,7 @@ def write(
             for which, row in enumerate(rows):
                 at = (layer * P + page) * 2 + which
                 stored = _stored(row, layout, scale_ref, at if dynamic else layer * 2 + which, offset, rows_layout)
-                plgpu.store(pool.at[at, :, offset], stored, optimized=False)
+                store(pool.at[at, :, offset], stored)
 
     where = [jnp.asarray(layer).reshape(1), pages, offsets]
     inputs = [keys, values, *(ids.astype(jnp.int32) for ids in where), pool]
@@ -83,7 +84,7 @@ def _stored(
     rows = rows.astype(jnp.float32)
     if layout.scales == "token":
         scale = scale_of_peak(jnp.abs(rows).max(axis=1), layout.dtype)
-        plgpu.store(scale_ref.at[at, :, offset], scale, optimized=False)
+        store(scale_ref.at[at, :, offset], scale)
     else:
         scale = plgpu.load(scale_ref.at[at], layout=rows_layout.reduce(1), optimized=False)
     return saturate(rows / lax.broadcast_in_dim(scale, rows.shape, [0]), layout.dtype)

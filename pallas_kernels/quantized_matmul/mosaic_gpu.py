@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic_gpu_store import store
 from pallas_kernels.quantized_matmul.activations import even_then_odd, quantize_rows
 from pallas_kernels.quantized_matmul.tuning import Tiles
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight
@@ -120,8 +121,14 @@ def _call(
                 columns_w = pl.ds(pl.multiple_of(step * stored, stored), stored)
                 plgpu.copy_gmem_to_smem(w.at[layer, columns, columns_w], w_smem.at[slot], full.at[slot])
 
+            def drain(released: Any, slots: int) -> None:
+                """Waits until the last tiles are released: the interpreter of JAX 0.11 insists."""
+                last = pl.loop(jnp.maximum(count - slots, 0), count)
+                last(lambda i: plgpu.barrier_wait(released.at[lax.rem(i, jnp.int32(slots))]))
+
             if not is_int4:
                 pl.loop(0, count)(fetch)
+                drain(consumed, stages)
                 return
             pl.loop(0, jnp.minimum(count, stages - 1))(fetch)
 
@@ -134,6 +141,9 @@ def _call(
                 _unpack(w_smem.at[slot], wide_smem.at[wide])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[wide])
+
+            drain(consumed, stages)
+            drain(used, _WIDENED)
 
         @pl.when(lax.axis_index("wg") < tiles.warpgroups)
         def _compute() -> None:
@@ -182,7 +192,7 @@ def _call(
                     * row_vector(row_scales.at[token_rows])
                     * column_vector(scales.at[layer, columns])
                 )
-            plgpu.store(result.at[split, token_rows, columns], acc.astype(result.dtype), optimized=False)
+            store(result.at[split, token_rows, columns], acc.astype(result.dtype))
 
     stored = operands[1].dtype
     scratch = [_tiled((stages, tokens, inputs), operands[0].dtype, swizzle)]

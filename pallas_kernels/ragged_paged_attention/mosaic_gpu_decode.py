@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic_gpu_store import store
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     KEY_TILE,
     NO_LOGIT,
@@ -279,9 +280,9 @@ def _attend(
                         result = acc * scale_ref[(layer_ref[0] * 2 + 1) * K + head]
                     elif spec.value_gain != 1.0:
                         result = acc * (1.0 / spec.value_gain)
-                    plgpu.store(acc_ref.at[at], result, optimized=False)
-                    plgpu.store(stat_ref.at[at, 0], top, optimized=False)
-                    plgpu.store(stat_ref.at[at, 1], total.sum(axis=0), optimized=False)
+                    store(acc_ref.at[at], result)
+                    store(stat_ref.at[at, 0], top)
+                    store(stat_ref.at[at, 1], total.sum(axis=0))
 
                 unit = jnp.where(tile + 1 == tiles, unit + 1, unit)
                 return *step_on(seq, head, tile, tiles), unit, acc, top, total

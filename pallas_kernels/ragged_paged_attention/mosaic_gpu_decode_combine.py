@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mosaic_gpu_store import store
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import LOG2E, NO_LOGIT, CallSpec, Ref, choose
 
 WGMMA = plgpu.Layout.WGMMA
@@ -71,7 +72,7 @@ def combine(
         steps = lax.div(count + unroll - 1, jnp.int32(unroll))
         out, _, total = lax.fori_loop(0, steps, visit, (out, top, total))
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)
-        plgpu.store(out_ref.at[unit], out * lax.broadcast_in_dim(inverse, out.shape, [1]), optimized=False)
+        store(out_ref.at[unit], out * lax.broadcast_in_dim(inverse, out.shape, [1]))
 
     out = plgpu.kernel(
         body,

@@ -56,6 +56,13 @@ class Ring:
     def publish(self, t: Array) -> None:
         plgpu.barrier_arrive(self.filling(t))
 
+    def drain(self, total: Array) -> None:
+        """Waits until the last of `total` tiles is released: barriers end in a phase that their waiter has seen."""
+
+        @pl.loop(total, total + self.slots)
+        def _wait(t: Array) -> None:
+            self.claim(t)
+
 
 @dataclass(frozen=True)
 class Item:
@@ -116,8 +123,8 @@ class Call:
         keys, values = (Ring(s[f"{n}_converted"], s["ready"], s["done"], slots, i * slots) for i, n in enumerate("kv"))
         return keys, values
 
-    def for_items(self, visit: Callable[[Array, Array, Item, Any], Any], carry: Any = None) -> None:
-        """carry = visit(index, tiles before it, item, carry) for each item of this block."""
+    def for_items(self, visit: Callable[[Array, Array, Item, Any], Any], carry: Any = None) -> Array:
+        """carry = visit(index, tiles before it, item, carry) for each item of this block. Returns how many tiles they have."""
 
         def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
             i, before, _, carry = state
@@ -128,7 +135,8 @@ class Call:
             return i + 1, before + item.high - item.low, self.is_item(i + 1), carry
 
         start = (jnp.int32(0), jnp.int32(0), self.is_item(jnp.int32(0)), carry)
-        lax.while_loop(lambda state: state[2], step, start)
+        total: Array = lax.while_loop(lambda state: state[2], step, start)[1]
+        return total
 
     def is_item(self, i: Array) -> Array:
         """Whether the block has an i-th item."""

@@ -214,7 +214,7 @@ def _step(rows: _Rows, j: Array, state: _State, *, masked: bool) -> _State:
         # The store is there for its place alone: without a side effect that needs the softmax, ptxas puts the wait
         # for P V before the softmax, which is to run meanwhile. The barrier keeps the conversion after the wait:
         # until then the registers that hold `weights` are being read.
-        plgpu.store(call.scratch["sums"].at[rows.wg], new_total, optimized=False)
+        call.scratch["sums"].at[rows.wg][...] = new_total
         *gained, new_weights = lax.optimization_barrier((*(ref[...] for ref in acc_refs), new_weights))
         value_ring.release(rows.number + j - 1)
         gained = [part * lax.broadcast_in_dim(shrink, part.shape, [0]) for part in gained]

@@ -7,6 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu_store import store
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import WGMMA, Call, Item
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS, staged_columns
 
@@ -19,7 +20,7 @@ def write(call: Call, out: list[Array], item: Item, wg: Array) -> None:
     for d in range(0, call.spec.head_dim, columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         part = out[d // 128]
-        plgpu.store(staged, part if columns == part.shape[1] else part[:, d % 128 : d % 128 + columns], optimized=False)
+        store(staged, part if columns == part.shape[1] else part[:, d % 128 : d % 128 + columns])
         plgpu.commit_smem()
 
         def copy(rows: int, token: Array, d: int = d) -> None:
@@ -50,7 +51,7 @@ def zero_padding(call: Call, wg: Array) -> None:
     @pl.when(start < call.num_rows)
     def _zero() -> None:
         zeros = plgpu.layout_cast(jnp.zeros(staged.shape, staged.dtype), WGMMA)
-        plgpu.store(staged, zeros, optimized=False)
+        store(staged, zeros)
         plgpu.commit_smem()
 
         @pl.loop(0, lax.div(call.num_rows - 1 - start, jnp.int32(step)) + 1)

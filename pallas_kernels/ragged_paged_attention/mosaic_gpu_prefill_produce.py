@@ -6,6 +6,7 @@ would leave every thread 128 registers where the kernel starts, and the consumer
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import Ref, copy_tile
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import Call, Item
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import Call, Item, Ring
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
 
 ROW_BLOCKS = plgpu.Layout.TILED(
@@ -36,7 +37,7 @@ def produce(call: Call) -> None:
         lax.fori_loop(item.low, item.high, tile, before)
         return carry
 
-    call.for_items(visit)
+    _drain(call, call.stored(), call.for_items(visit))
 
 
 def produce_converted(call: Call) -> None:
@@ -59,7 +60,15 @@ def produce_converted(call: Call) -> None:
 
     start = (jnp.int32(0), jnp.int32(0), jnp.int32(0), call.is_item(jnp.int32(0)))
     ahead = lax.fori_loop(0, call.tuning.stages - 1, lambda _, ahead: _fetch_next(call, *ahead), start)
-    call.for_items(visit, ahead)
+    _drain(call, call.converted(), call.for_items(visit, ahead))
+
+
+def _drain(call: Call, rings: Iterable[Ring], total: Array) -> None:
+    """Waits for the consumers to release the last of `total` tiles and queries: the interpreter of JAX 0.11 insists."""
+    for ring in rings:
+        ring.drain(total)
+    for wg in range(CONSUMERS):
+        pl.when(total > 0)(lambda wg=wg: plgpu.barrier_wait(call.scratch["queries"].at[CONSUMERS + wg]))
 
 
 def _fetch_next(call: Call, index: Array, step: Array, t: Array, more: Array) -> tuple[Array, Array, Array, Array]:
