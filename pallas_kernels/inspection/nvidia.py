@@ -77,7 +77,9 @@ def _dumping_to(folder: str) -> Iterator[None]:
 
 def _report(ptx: Path) -> KernelReport:
     text = ptx.read_text()
-    module = ptx.with_name(f"{ptx.stem}.before_layout_inference.txt").read_text()
+    name = re.sub(r"_\d+$", "", ptx.stem)
+    # JAX 0.12 numbers a kernel's module and its PTX apart, once a kernel was compiled before.
+    module = next(ptx.parent.glob(f"{name}_[0-9]*.before_layout_inference.txt")).read_text()
     said = "\n".join(
         path.read_text() for path in ptx.parent.glob(f"{ptx.stem}*") if "ptxas" in path.name or "resources" in path.name
     )
@@ -89,7 +91,7 @@ def _report(ptx: Path) -> KernelReport:
         return int(found.group(1))
 
     return KernelReport(
-        name=re.sub(r"_\d+$", "", ptx.stem),
+        name=name,
         registers=number(r"Used (\d+) registers"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
