@@ -26,7 +26,8 @@ def write_kv(
 
     In place when the pool is donated or carried by a loop. A quantized pool stores x / scale, saturated: with token scales each
     row brings its own, which is stored beside it; static ones are read from the pool. Rows that two tokens name keep either
-    token's values. With static scales cpu_native writes through XLA, which does it in place too.
+    token's values. With static scales cpu_native writes through XLA, which does it in place too. mosaic_tpu wants a sequence's tokens to
+    follow each other, as they do in a step: its copies of 16 places would else undo each other.
     """
     if backend == "mosaic_gpu":
         check_traced_chip("KV write")
