@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fixtures.gpu_interpreter import gpu_interpreter
 from hopper_attention import BOUND, check, run
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from oracle_dense import attend, random_batch, relative_error
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
@@ -186,6 +187,14 @@ def test_a_tile_given_back_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ring, "release", lambda *_: None)
     with pytest.raises(Exception, match="RACE DETECTED"):
         run(random_batch(11, [(20, 200)], num_kv_heads=1, group=1, head_dim=256), num_sms=1)
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_a_missing_commit_is_a_race(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What threads store to shared memory, `wgmma` may read only once they have committed it."""
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        run(random_batch(11, [(queries, 20)], num_kv_heads=1), decode_only=queries == 1)
 
 
 def test_a_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
