@@ -60,7 +60,7 @@ def test_mosaic_gpu(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """The same, with pages written, quantized and read by the Hopper kernels."""
     anywhere("mosaic_gpu", monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "attend", functools.partial(mosaic_gpu.attend, num_sms=1))
-    check_outputs("mosaic_gpu", gpu_interpreter(), kv_cache_dtype=kv_cache_dtype)
+    check_outputs("mosaic_gpu", gpu_interpreter(), PROMPTS, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.interpret
@@ -68,7 +68,8 @@ def test_mosaic_gpu(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_mosaic_tpu_with_an_int8_pool_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each device holds one KV head, and its scales."""
     anywhere("mosaic_tpu", monkeypatch)
-    check_outputs("mosaic_tpu", pltpu.force_tpu_interpret_mode(), kv_cache_dtype="int8", tensor_parallel_size=2)
+    mode = pltpu.force_tpu_interpret_mode()
+    check_outputs("mosaic_tpu", mode, PROMPTS[:1], kv_cache_dtype="int8", tensor_parallel_size=2)
 
 
 def anywhere(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +77,17 @@ def anywhere(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.TRAITS, backend, dataclasses.replace(backends.TRAITS[backend], platform=None))
 
 
-def check_outputs(backend: Backend, mode: AbstractContextManager[object], **settings: object) -> None:
-    expected = outputs("reference", nullcontext(), **settings)
-    for found, wanted in zip(outputs(backend, mode, **settings), expected, strict=True):
+def check_outputs(
+    backend: Backend, mode: AbstractContextManager[object], prompts: tuple[str, ...], **settings: object
+) -> None:
+    expected = outputs("reference", nullcontext(), prompts, **settings)
+    for found, wanted in zip(outputs(backend, mode, prompts, **settings), expected, strict=True):
         check_logprobs(found, wanted)
 
 
-def outputs(backend: Backend, mode: AbstractContextManager[object], **settings: object) -> list[RequestOutput]:
+def outputs(
+    backend: Backend, mode: AbstractContextManager[object], prompts: tuple[str, ...], **settings: object
+) -> list[RequestOutput]:
     with mode:
         engine = tiny_engine(
             model=MODEL,
@@ -93,7 +98,7 @@ def outputs(backend: Backend, mode: AbstractContextManager[object], **settings: 
             attention_backend=backend,
             **settings,
         )
-        return engine.generate(list(PROMPTS), GREEDY, progress=False)
+        return engine.generate(list(prompts), GREEDY, progress=False)
 
 
 def check_logprobs(found: RequestOutput, wanted: RequestOutput) -> None:
