@@ -78,8 +78,6 @@ def _dumping_to(folder: str) -> Iterator[None]:
 def _report(ptx: Path) -> KernelReport:
     text = ptx.read_text()
     name = re.sub(r"_\d+$", "", ptx.stem)
-    # JAX 0.12 numbers a kernel's module and its PTX apart, once a kernel was compiled before.
-    module = next(ptx.parent.glob(f"{name}_[0-9]*.before_layout_inference.txt")).read_text()
     said = "\n".join(
         path.read_text() for path in ptx.parent.glob(f"{ptx.stem}*") if "ptxas" in path.name or "resources" in path.name
     )
@@ -95,13 +93,24 @@ def _report(ptx: Path) -> KernelReport:
         registers=number(r"Used (\d+) registers"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        shared_bytes=_dynamic_shared_bytes(module),
+        shared_bytes=_dynamic_shared_bytes(_module(ptx, name)),
         local_instructions=len(re.findall(r"\b(?:ld|st)\.local\b", text)),
         wgmma=text.count("wgmma.mma_async"),
         tensor_copies=text.count("cp.async.bulk.tensor"),
         bulk_copies=text.count("cp.async.bulk.shared"),
         serialized="instructions are serialized" in said,
     )
+
+
+def _module(ptx: Path, name: str) -> str:
+    """The module that a kernel was lowered to. Kernels are numbered when they are lowered, and anew as they are compiled, in any order."""
+    modules = [
+        path
+        for path in ptx.parent.glob(f"{name}_*.before_layout_inference.txt")
+        if re.fullmatch(r"\d+", path.name.split(".")[0].removeprefix(f"{name}_"))
+    ]
+    own = modules[0] if len(modules) == 1 else ptx.with_name(f"{ptx.stem}.before_layout_inference.txt")
+    return own.read_text()
 
 
 def _dynamic_shared_bytes(module: str) -> int:

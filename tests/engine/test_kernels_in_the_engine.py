@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv import RequestOutput, SamplingParams
 from pallas_kernels import backends
+from pallas_kernels.backends import Backend
 from pallas_kernels.ragged_paged_attention import mosaic_gpu
 
 MODEL = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -24,8 +25,7 @@ JOBS = mixed_jobs(6, longest_prompt=12, longest_output=5)
 @pytest.mark.timeout(600)
 def test_mosaic_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunked prompts, decodes, a shared prefix; two layers of head_dim 64, pages of 16."""
-    traits = dataclasses.replace(backends.TRAITS["mosaic_tpu"], platform=None)
-    monkeypatch.setitem(backends.TRAITS, "mosaic_tpu", traits)
+    anywhere("mosaic_tpu", monkeypatch)
     expected = tokens("reference", nullcontext())
     assert tokens("mosaic_tpu", pltpu.force_tpu_interpret_mode()) == expected
 
@@ -46,8 +46,9 @@ def tokens(backend: str, mode: AbstractContextManager[object]) -> object:
     return [answer_of(output) for output in outputs]
 
 
-PROMPTS = ("abc cba ab", "hello, hello")
-GREEDY = SamplingParams(temperature=0, max_tokens=2, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+PROMPTS = ("bcb  ggeee", "hbec fbceaaade ")
+"""Those after which the model is decided: its best token leads by far, three times over, whatever the pool's dtype."""
+GREEDY = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
 CLOSE = 0.15
 """Between logprobs: the kernels round queries and probabilities to 16 bits, the XLA path on a CPU does not."""
 
@@ -57,15 +58,36 @@ CLOSE = 0.15
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 def test_mosaic_gpu(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, with pages written, quantized and read by the Hopper kernels."""
-    traits = dataclasses.replace(backends.TRAITS["mosaic_gpu"], platform=None)
-    monkeypatch.setitem(backends.TRAITS, "mosaic_gpu", traits)
+    anywhere("mosaic_gpu", monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "attend", functools.partial(mosaic_gpu.attend, num_sms=1))
-    expected = outputs("reference", nullcontext(), kv_cache_dtype)
-    for found, wanted in zip(outputs("mosaic_gpu", gpu_interpreter(), kv_cache_dtype), expected, strict=True):
+    check_outputs("mosaic_gpu", gpu_interpreter(), PROMPTS, kv_cache_dtype=kv_cache_dtype)
+
+
+@pytest.mark.interpret
+@pytest.mark.timeout(600)
+def test_mosaic_tpu_with_an_int8_pool_on_two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device holds one KV head, and its scales."""
+    anywhere("mosaic_tpu", monkeypatch)
+    mode = pltpu.force_tpu_interpret_mode()
+    check_outputs("mosaic_tpu", mode, PROMPTS[:1], kv_cache_dtype="int8", tensor_parallel_size=2)
+
+
+def anywhere(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the backend be chosen on CPU devices, where it is interpreted."""
+    monkeypatch.setitem(backends.TRAITS, backend, dataclasses.replace(backends.TRAITS[backend], platform=None))
+
+
+def check_outputs(
+    backend: Backend, mode: AbstractContextManager[object], prompts: tuple[str, ...], **settings: object
+) -> None:
+    expected = outputs("reference", nullcontext(), prompts, **settings)
+    for found, wanted in zip(outputs(backend, mode, prompts, **settings), expected, strict=True):
         check_logprobs(found, wanted)
 
 
-def outputs(backend: str, mode: AbstractContextManager[object], kv_cache_dtype: str) -> list[RequestOutput]:
+def outputs(
+    backend: Backend, mode: AbstractContextManager[object], prompts: tuple[str, ...], **settings: object
+) -> list[RequestOutput]:
     with mode:
         engine = tiny_engine(
             model=MODEL,
@@ -74,18 +96,20 @@ def outputs(backend: str, mode: AbstractContextManager[object], kv_cache_dtype: 
             max_num_seqs=2,
             max_num_batched_tokens=8,
             attention_backend=backend,
-            kv_cache_dtype=kv_cache_dtype,
+            **settings,
         )
-        return engine.generate(list(PROMPTS), GREEDY, progress=False)
+        return engine.generate(list(prompts), GREEDY, progress=False)
 
 
 def check_logprobs(found: RequestOutput, wanted: RequestOutput) -> None:
-    """Equal tokens up to the first that the model is undecided about; close logprobs of the prompt and of those tokens."""
+    """Equal tokens, and close logprobs of the prompt and of those tokens. The second token on come from decode steps."""
     scored = [entry.logprob for entry in found.prompt_logprobs or () if entry]
     assert scored == pytest.approx([entry.logprob for entry in wanted.prompt_logprobs or () if entry], abs=CLOSE)
-    for mine, theirs in zip(found.outputs[0].logprobs or (), wanted.outputs[0].logprobs or (), strict=True):
-        (_, best), (_, second) = theirs.top
-        if best - second < 2 * CLOSE:
-            break
-        assert mine.token_id == theirs.token_id
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=CLOSE)
+    assert len(scored) == len(wanted.prompt_token_ids) - 1
+    mine, theirs = found.outputs[0].logprobs or (), wanted.outputs[0].logprobs or ()
+    assert len(mine) == len(theirs) == GREEDY.max_tokens
+    for (_, best), (_, second) in (entry.top for entry in theirs):
+        # Else equal tokens would be luck: choose other prompts.
+        assert best - second > 4 * CLOSE
+    assert [entry.token_id for entry in mine] == [entry.token_id for entry in theirs]
+    assert [entry.logprob for entry in mine] == pytest.approx([entry.logprob for entry in theirs], abs=CLOSE)

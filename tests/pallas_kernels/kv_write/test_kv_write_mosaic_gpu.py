@@ -122,7 +122,7 @@ def test_a_planted_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = KVLayout(LAYERS, 2, 64, 16, "bfloat16")
     kv, arguments, _ = random_write(layout)
     arguments[2][:2], arguments[3][:2] = 0, 5
-    with pytest.raises(Exception, match="RACE"):
+    with pytest.raises(Exception, match="RACE DETECTED"):
         run(layout, kv, arguments)
 
 

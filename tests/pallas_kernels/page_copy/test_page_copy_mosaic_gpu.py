@@ -90,7 +90,7 @@ def test_nothing_but_padding(backend: str) -> None:
 @pytest.mark.interpret
 def test_a_planted_race_is_caught() -> None:
     """One page is a target and a source."""
-    with pytest.raises(Exception, match="RACE"):
+    with pytest.raises(Exception, match="RACE DETECTED"):
         check("mosaic_gpu", KVLayout(1, 1, 64, 16, "bfloat16"), [3, 4], [4, 5])
 
 
