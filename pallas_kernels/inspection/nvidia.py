@@ -56,30 +56,8 @@ def compile_for_h100(
     jax.clear_caches()  # a kernel that was lowered before leaves no report
     with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), without_compilation_cache(), jax.set_mesh(mesh):
         compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
-        reports = _reports(Path(folder))
+        reports = [_report(ptx) for ptx in sorted(Path(folder).glob("*.ptx"))]
     return compiled, reports
-
-
-def _reports(folder: Path) -> list[KernelReport]:
-    """A report on each kernel that was lowered, in the order of their names."""
-    found = {}
-    for ptx in folder.glob("*.ptx"):
-        module = _module(ptx, _name(ptx.stem))
-        found[ptx.stem] = _of_module[module] = _report(ptx, module)
-    names = {report.name for report in found.values()}
-    for path in folder.glob("*.before_layout_inference.txt"):
-        stem = path.name.split(".")[0]
-        if _name(stem) not in names and (seen := _of_module.get(path.read_text())):
-            found[stem] = seen
-    return [found[stem] for stem in sorted(found)]
-
-
-_of_module: dict[str, KernelReport] = {}
-"""Reports of this process: Mosaic compiles a module once, and dumps nothing when it meets it again."""
-
-
-def _name(stem: str) -> str:
-    return re.sub(r"_\d+$", "", stem)
 
 
 @contextmanager
@@ -97,8 +75,9 @@ def _dumping_to(folder: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _report(ptx: Path, module: str) -> KernelReport:
+def _report(ptx: Path) -> KernelReport:
     text = ptx.read_text()
+    name = re.sub(r"_\d+$", "", ptx.stem)
     said = "\n".join(
         path.read_text() for path in ptx.parent.glob(f"{ptx.stem}*") if "ptxas" in path.name or "resources" in path.name
     )
@@ -110,11 +89,11 @@ def _report(ptx: Path, module: str) -> KernelReport:
         return int(found.group(1))
 
     return KernelReport(
-        name=_name(ptx.stem),
+        name=name,
         registers=number(r"Used (\d+) registers"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
         spill_bytes=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        shared_bytes=_dynamic_shared_bytes(module),
+        shared_bytes=_dynamic_shared_bytes(_module(ptx, name)),
         local_instructions=len(re.findall(r"\b(?:ld|st)\.local\b", text)),
         wgmma=text.count("wgmma.mma_async"),
         tensor_copies=text.count("cp.async.bulk.tensor"),

@@ -63,16 +63,17 @@ def compiled(head_dim: int, group: int, page_size: int, dtype: str, scales: str,
 
 
 def check(reports: list[nvidia.KernelReport], group: int) -> None:
+    """Mosaic compiles a kernel once for a process, so one that a test before met already (groups are padded to 8) has no report here."""
     by_name = {report.name: report for report in reports}
-    decode, prefill = by_name["paged_decode"], by_name["paged_prefill"]
-    if group <= 8:
-        assert all(report.registers <= 96 for report in reports if report is not prefill), reports
-    for report in (decode, prefill):
+    attention = [by_name[name] for name in ("paged_decode", "paged_prefill") if name in by_name]
+    assert attention, reports
+    for report in attention:
         assert report.wgmma > 0
         assert report.tensor_copies > 0
         assert not report.serialized
     for report in reports:
         assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
+        assert report.name == "paged_prefill" or group > 8 or report.registers <= 96, report
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
