@@ -66,7 +66,6 @@ def check(reports: list[nvidia.KernelReport], group: int) -> None:
     """Mosaic compiles a kernel once for a process, so one that a test before met already (groups are padded to 8) has no report here."""
     by_name = {report.name: report for report in reports}
     attention = [by_name[name] for name in ("paged_decode", "paged_prefill") if name in by_name]
-    assert attention, reports
     for report in attention:
         assert report.wgmma > 0
         assert report.tensor_copies > 0
