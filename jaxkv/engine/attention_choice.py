@@ -10,6 +10,7 @@ from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from pallas_kernels.backends import Backend, best_for, check_backend, check_device, why_not_fp8
 from pallas_kernels.cuda_compiler import CudaCompilerError
+from pallas_kernels.dense_matmul import api as dense_matmul
 from pallas_kernels.native.build import NativeBuildError
 from pallas_kernels.ragged_paged_attention.api import prepare
 
@@ -36,6 +37,15 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
         return "reference"
     log.info("attention backend: %s (%s)", backend, reason)
     return backend
+
+
+def choose_matmul_backend(backend: Backend, shards: int) -> dense_matmul.Backend:
+    """The backend of the matmuls beside an attention backend: native code goes with native code, where weights are whole."""
+    if backend == "cpu_native" and shards == 1:
+        log.info("matmul backend: cpu_native (native code for this CPU)")
+        return "cpu_native"
+    log.info("matmul backend: reference (XLA)")
+    return "reference"
 
 
 def _asked_for(backend: Backend, device: jax.Device) -> Backend:

@@ -18,11 +18,12 @@ from jaxkv.cache.static_scales import read_static_scales, split_static_scales
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.engine.admission import Admission
-from jaxkv.engine.attention_choice import choose_backend
+from jaxkv.engine.attention_choice import choose_backend, choose_matmul_backend
 from jaxkv.engine.engine import Engine
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
 from jaxkv.runtime.head_split import check_rotated, split_heads, split_params
+from jaxkv.runtime.host_memory import keep_freed_memory
 from jaxkv.runtime.mesh import build_mesh, put_params
 from jaxkv.runtime.runner import Runner
 from jaxkv.runtime.step import StepSpec
@@ -129,7 +130,11 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
     )
     log.info("memory: %s", memory)
-    spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=config.quantization is not None)
+    quantized = config.quantization is not None
+    matmul_backend = choose_matmul_backend(backend, shards)
+    spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=quantized, matmul_backend=matmul_backend)
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
     runner = Runner(spec, placed, buckets, memory.num_blocks, _static_scales(config, model, split))
     runner.warm_up()
     limits = _scheduler_config(config, memory.num_blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,10 +12,10 @@ from jaxtyping import Array, Float, Int
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
 from jaxkv.models.rope import rotate
-from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.dense_matmul.api import Backend
+from pallas_kernels.gated_mlp.api import gated_mlp
+from pallas_kernels.matmul import Weight, matmul, reshape_weight
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, lookup
-
-Weight = jax.Array | QuantizedWeight
 
 Cache = TypeVar("Cache")
 Attend = Callable[
@@ -34,40 +33,47 @@ def forward[Cache](
     attend: Attend[Cache],
     *,
     dtype: str,
+    backend: Backend,
 ) -> tuple[Cache, Float[Array, "T E"]]:
-    """All layers and the final norm. Returns the cache and the hidden state of every token, in `dtype`."""
+    """All layers and the final norm. Returns the cache and the hidden state of every token, in `dtype`.
+
+    backend: of the matmuls. They get all layers' weights and an index, so that a backend may read a layer where it lies.
+    """
     hidden = _embed(params["embed"], tokens, dtype)
+    weights = _flat_weights(config, params["layers"])
 
     def layer(carry: tuple[Cache, Array], inputs: tuple[Array, Params]) -> tuple[tuple[Cache, Array], None]:
         cache, hidden = carry
-        index, weights = inputs
-        weights = _with_vectors_apart(weights)
-        cache, hidden = _attention(config, weights, cache, index, hidden, positions, attend)
-        return (cache, _mlp(config, weights, hidden)), None
+        index, norms = inputs
+        # XLA would cut the vectors from their stacks in the middle of elementwise loops, which its CPU backend then does not
+        # vectorize: they ran seven times longer.
+        norms = jax.lax.optimization_barrier(norms)
+        normed = rms_norm(hidden, norms["attn_norm"], config.rms_norm_eps)
+        cache, mixed = _attention(config, weights, cache, index, normed, positions, attend, backend)
+        hidden = hidden + mixed
+        normed = rms_norm(hidden, norms["mlp_norm"], config.rms_norm_eps)
+        mlp = gated_mlp(normed, weights["gate_up"], weights["down"], index, backend=backend)
+        return (cache, hidden + mlp), None
 
-    layers = (jnp.arange(config.num_layers), params["layers"])
-    (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), layers)
+    norms = {name: params["layers"][name] for name in ("attn_norm", "mlp_norm")}
+    (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), (jnp.arange(config.num_layers), norms))
     return cache, rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
 
 
-def _with_vectors_apart(weights: Params) -> Params:
-    """One layer's weights, its vectors (norms, scales) cut from their stacks before anything else.
+def _flat_weights(config: ModelConfig, layers: Params) -> dict[str, Weight]:
+    """The layers' weights, heads flat: qkv and o [L, out, in]. Others as they are.
 
-    XLA would cut them in the middle of elementwise loops, which its CPU backend then does not vectorize: they ran seven times longer.
+    XLA's CPU backend multiplies by weights of more dimensions several times slower.
     """
-
-    def apart(weight: Weight) -> Weight:
-        if isinstance(weight, QuantizedWeight):
-            return dataclasses.replace(weight, scales=jax.lax.optimization_barrier(weight.scales))
-        return jax.lax.optimization_barrier(weight) if weight.ndim == 1 else weight
-
-    return {name: apart(weight) for name, weight in weights.items()}
+    L, E, mixed = config.num_layers, config.hidden_size, config.num_kv_heads * config.group_size * config.head_dim
+    qkv, o = reshape_weight(layers["qkv"], L, -1, E), reshape_weight(layers["o"], L, E, mixed)
+    return {"qkv": qkv, "o": o, "gate_up": layers["gate_up"], "down": layers["down"]}
 
 
-def logits(params: Params, hidden: Float[Array, "R E"]) -> Float[Array, "R V"]:
+def logits(params: Params, hidden: Float[Array, "R E"], *, backend: Backend) -> Float[Array, "R V"]:
     """float32 logits of some rows' hidden states."""
     table = params["lm_head"] if "lm_head" in params else params["embed"]
-    return _matmul(hidden, table, out_dtype="float32")
+    return matmul(hidden, table, backend=backend, out_dtype="float32")
 
 
 def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
@@ -92,45 +98,22 @@ def _sum_of_squares_by_matmul(x: Float[Array, "T E"]) -> Float[Array, "T one"]:
 
 def _attention[Cache](
     config: ModelConfig,
-    weights: Params,
+    weights: dict[str, Weight],
     cache: Cache,
     layer: Int[Array, ""],
-    hidden: Float[Array, "T E"],
+    normed: Float[Array, "T E"],
     positions: Int[Array, " T"],
     attend: Attend[Cache],
+    backend: Backend,
 ) -> tuple[Cache, Float[Array, "T E"]]:
-    T, (K, G, D) = hidden.shape[0], (config.num_kv_heads, config.group_size, config.head_dim)
-    normed = rms_norm(hidden, weights["attn_norm"], config.rms_norm_eps)
-    qkv = _matmul(normed, weights["qkv"]).reshape(T, K, G + 2, D)
+    T, (K, G, D) = normed.shape[0], (config.num_kv_heads, config.group_size, config.head_dim)
+    qkv = matmul(normed, weights["qkv"], layer, backend=backend).reshape(T, K, G + 2, D)
     qk = rotate(qkv[:, :, : G + 1], positions, config.rope)
     cache, mixed = attend(cache, layer, qk[:, :, :G], qk[:, :, G], qkv[:, :, G + 1])
-    return cache, hidden + _matmul(mixed.reshape(T, K * G * D), weights["o"])
-
-
-def _mlp(config: ModelConfig, weights: Params, hidden: Float[Array, "T E"]) -> Float[Array, "T E"]:
-    normed = rms_norm(hidden, weights["mlp_norm"], config.rms_norm_eps)
-    gate = _matmul(normed, jax.tree.map(lambda both: both[0], weights["gate_up"]))
-    up = _matmul(normed, jax.tree.map(lambda both: both[1], weights["gate_up"]))
-    # In float32, rounded once: each operation rounded to bfloat16 by itself is slow on CPU, and no more exact anywhere.
-    activated = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-    return hidden + _matmul(activated.astype(hidden.dtype), weights["down"])
+    return cache, matmul(mixed.reshape(T, K * G * D), weights["o"], layer, backend=backend)
 
 
 def _embed(table: Weight, tokens: Int[Array, " T"], dtype: str) -> Float[Array, "T E"]:
     if isinstance(table, QuantizedWeight):
         return lookup(table, tokens, dtype)
     return table.at[tokens].get(mode="promise_in_bounds").astype(dtype)
-
-
-def _matmul(x: Float[Array, "T in"], weight: Weight, out_dtype: str | None = None) -> Float[Array, "T out"]:
-    """x by a weight whose last dimensions, taken together, are x's width; the others become one. In x's dtype or out_dtype.
-
-    Two-dimensional on purpose: XLA's CPU backend multiplies by weights of more dimensions several times slower.
-    """
-    if isinstance(weight, QuantizedWeight):
-        values, scales = weight.values.reshape(-1, x.shape[1]), weight.scales.reshape(-1)
-        flat = dataclasses.replace(weight, values=values, scales=scales)
-        return quantized_matmul(x, flat, out_dtype=out_dtype)
-    flat_weight = weight.reshape(-1, x.shape[1])
-    product = jnp.einsum("ti,oi->to", x, flat_weight, preferred_element_type=jnp.float32)
-    return product.astype(out_dtype or x.dtype)

@@ -22,6 +22,7 @@ from jaxkv.runtime.sampler import sample
 from jaxkv.runtime.slot_state import SlotState
 from jaxkv.runtime.step_batch import StepBatch
 from pallas_kernels.backends import Backend
+from pallas_kernels.dense_matmul import api as dense_matmul
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.kv_write.api import write_kv
 from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
@@ -40,7 +41,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """The static arguments of a step. dtype: of activations. quantized: the parameter tree holds QuantizedWeights."""
+    """The static arguments of a step.
+
+    backend: of attention and the KV cache. dtype: of activations. quantized: the parameter tree holds QuantizedWeights.
+    """
 
     model: ModelConfig
     layout: KVLayout
@@ -48,6 +52,7 @@ class StepSpec:
     backend: Backend
     dtype: str
     quantized: bool = False
+    matmul_backend: dense_matmul.Backend = "reference"
 
 
 StepFn = Callable[[Params, KVPool, SlotState, StepBatch], tuple[KVPool, SlotState, StepOutput]]
@@ -70,12 +75,20 @@ def _step(
     known = state.last_token[batch.slots[batch.token_seqs]]
     tokens = jnp.where(batch.tokens < 0, known, batch.tokens)
     pool, hidden = decoder.forward(
-        spec.model, params, pool, tokens, batch.positions, _attention(spec, batch), dtype=spec.dtype
+        spec.model,
+        params,
+        pool,
+        tokens,
+        batch.positions,
+        _attention(spec, batch),
+        dtype=spec.dtype,
+        backend=spec.matmul_backend,
     )
 
     def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
         # First as the table lies: asked for the whole logits only, the partitioner may gather the table instead.
-        parts = jax.lax.with_sharding_constraint(decoder.logits(params, rows), logit_sharding(spec.mesh, spec.model))
+        parts = decoder.logits(params, rows, backend=spec.matmul_backend)
+        parts = jax.lax.with_sharding_constraint(parts, logit_sharding(spec.mesh, spec.model))
         gathered: Array = jax.lax.with_sharding_constraint(parts, replicated(spec.mesh))
         return gathered
 

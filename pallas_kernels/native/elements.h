@@ -47,6 +47,26 @@ inline void store_row(const float* __restrict from, int64_t count, float factor,
   for (int64_t i = 0; i < count; ++i) from_float(from[i] * factor, to[i]);
 }
 
+// The first `count` of a vector's floats, rounded as from_float does.
+inline void store_floats(Floats values, int64_t count, float* to) {
+  if (count == kLanes) return store(to, values);
+  std::memcpy(to, &values, static_cast<size_t>(count) * sizeof(*to));
+}
+inline void store_floats(Floats values, int64_t count, BFloat16* to) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  const Words bits = (Words)values;
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Halves halves = __builtin_convertvector(values == values ? rounded : Words{} + 0x7fc0u, Halves);
+  if (count == kLanes) return store(to, halves);
+  std::memcpy(to, &halves, static_cast<size_t>(count) * sizeof(*to));
+}
+inline Floats load_floats(const float* from, int64_t count) {
+  if (count == kLanes) return load(from);
+  Floats values{};
+  std::memcpy(&values, from, static_cast<size_t>(count) * sizeof(*from));
+  return values;
+}
+
 // A vector load of packed elements gives kParts float vectors. Unpacking by shifts of 32-bit words leaves every
 // kParts-th element in the same vector: element i of the load is lane i / kParts of part i % kParts. Dot products do
 // not mind, as long as the other operand lies in the same order (`packed_position`).

@@ -12,7 +12,18 @@ from platformdirs import user_cache_dir
 
 from pallas_kernels.native.build import NativeBuildError, Source, build
 
-TARGETS = ("jaxkv_ragged_paged_attention", "jaxkv_kv_write", "jaxkv_kv_write_scaled")
+TARGETS = (
+    "jaxkv_ragged_paged_attention",
+    "jaxkv_kv_write",
+    "jaxkv_kv_write_scaled",
+    "jaxkv_int8_matmul",
+    "jaxkv_dense_matmul",
+    "jaxkv_gated_mlp",
+    "jaxkv_gated_mlp_int8",
+)
+OPS = ("ragged_paged_attention", "kv_write", "quantized_matmul", "dense_matmul", "gated_mlp")
+"""The folders of ops that have a `cpu_native.cc`."""
+
 _KERNELS = Path(__file__).resolve().parent.parent
 _lock = threading.Lock()
 _loaded: list[ctypes.CDLL] = []
@@ -20,7 +31,7 @@ _loaded: list[ctypes.CDLL] = []
 
 def source() -> Source:
     """The sources of the library; every header beside a compiled file, or in this folder, counts."""
-    units = tuple(_KERNELS / op / "cpu_native.cc" for op in ("ragged_paged_attention", "kv_write"))
+    units = tuple(_KERNELS / op / "cpu_native.cc" for op in OPS)
     folders = (Path(__file__).resolve().parent, *(unit.parent for unit in units))
     headers = tuple(header for folder in folders for header in sorted(folder.glob("*.h")))
     return Source("kernels", units, headers, (jax.ffi.include_dir(),), (f"jaxlib {jaxlib.version.__version__}",))

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 namespace jaxkv {
 
@@ -45,6 +47,52 @@ struct Loop {
   }
 };
 
+// Helpers that have finished a loop and wait for the next one. To wake a sleeping thread of the pool takes longer than most
+// loops of a step; a thread that looks for work takes part at once.
+class Lounge {
+ public:
+  // Shows a loop to those who wait; returns how many do.
+  int64_t post(const std::shared_ptr<Loop>& loop) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    latest_ = loop;
+    number_.fetch_add(1, std::memory_order_release);
+    return waiting_.load(std::memory_order_relaxed);
+  }
+
+  // Takes part in the loop, and in those that are posted less than kPatience after the last.
+  void take_part(std::shared_ptr<Loop> loop) {
+    using Clock = std::chrono::steady_clock;
+    constexpr auto kPatience = std::chrono::microseconds(100);
+    for (;;) {
+      uint64_t seen = number_.load(std::memory_order_acquire);
+      loop->take_part();
+      loop.reset();
+      waiting_.fetch_add(1, std::memory_order_relaxed);
+      for (const auto until = Clock::now() + kPatience; number_.load(std::memory_order_acquire) == seen;) {
+        if (Clock::now() > until) {
+          waiting_.fetch_sub(1, std::memory_order_relaxed);
+          return;
+        }
+        std::this_thread::yield();  // to whoever else wants this core
+      }
+      waiting_.fetch_sub(1, std::memory_order_relaxed);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      loop = latest_;
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<Loop> latest_;
+  std::atomic<uint64_t> number_{0};
+  std::atomic<int64_t> waiting_{0};
+};
+
+inline Lounge& lounge() {
+  static Lounge* one = new Lounge;  // never destroyed: helpers may outlive the exit of main
+  return *one;
+}
+
 }  // namespace internal
 
 // Calls work(item) for each item of [0, items) and returns when all are done. The calling thread works too and waits
@@ -59,7 +107,8 @@ void parallel_for(Pool& pool, int64_t items, Work&& work) {
   }
   auto run = [](void* work, int64_t item) { (*static_cast<std::remove_reference_t<Work>*>(work))(item); };
   auto loop = std::make_shared<internal::Loop>(items, run, &work);
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->take_part(); });
+  const int64_t waiting = internal::lounge().post(loop);
+  for (int64_t i = waiting; i < helpers; ++i) pool.Schedule([loop] { internal::lounge().take_part(loop); });
   loop->take_part();
   loop->wait();
 }

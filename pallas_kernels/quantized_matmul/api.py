@@ -13,6 +13,7 @@ part of the rows by itself and returns a part of the sum; ask for float32 and ad
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal, cast, get_args
 
 import jax
@@ -21,12 +22,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import check_traced_chip
 from pallas_kernels.device_tables import current_device_kind
-from pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.quantized_matmul import cpu_native, mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.quantized_matmul.rotation import rotate
 from pallas_kernels.quantized_matmul.tuning import blocks_for, tiles_for
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
 
-Backend = Literal["reference", "mosaic_tpu", "mosaic_gpu"]
+Backend = Literal["reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MAX_INT8_INPUTS = (2**31 - 1) // 127**2
 """More inputs could overflow the int32 sum of int8 products."""
@@ -48,6 +49,8 @@ def check_supported(backend: str, kind: str, *, out_features: int, in_features: 
         )
     if kind == "int4":
         check_group(in_features, group)
+    if backend == "cpu_native" and kind != "int8":
+        raise ValueError(f"matmul backend 'cpu_native' has int8 weights only, not {kind}: use 'reference'")
     if backend == "mosaic_tpu":
         mosaic_tpu.check_supported(cast(Kind, kind), out_features, in_features)
     if backend == "mosaic_gpu":
@@ -80,12 +83,15 @@ def quantized_matmul(
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
     dtype = jnp.dtype(out_dtype or x.dtype)
-    if weight.rotated:
-        x = rotate(x)
     if backend == "reference":
-        return reference.matmul(x, weight if layer is None else _slice(weight, layer), dtype)
+        one = weight if layer is None else _slice(weight, layer)
+        return reference.matmul(rotate(x) if weight.rotated else x, one, dtype)
     if layer is None:
         weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
+    if backend == "cpu_native":
+        return cpu_native.matmul(x, weight, layer, dtype)
+    if weight.rotated:
+        x = rotate(x)
     device = current_device_kind()
     if backend == "mosaic_tpu":
         return mosaic_tpu.matmul(x, weight, layer, dtype, blocks=blocks_for(device, weight.kind))
@@ -104,4 +110,5 @@ def _slice(stack: QuantizedWeight, layer: Int[Array, ""]) -> QuantizedWeight:
     sliced: QuantizedWeight = jax.tree.map(
         lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack
     )
-    return sliced
+    # XLA would cut the scales from their stack in the middle of an elementwise loop, which its CPU backend then does not vectorize.
+    return dataclasses.replace(sliced, scales=jax.lax.optimization_barrier(sliced.scales))

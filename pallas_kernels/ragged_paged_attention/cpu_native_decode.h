@@ -223,30 +223,43 @@ inline void start_block(int64_t at, int64_t end, BlockRows<Row>& block) {
   block.count = std::clamp<int64_t>(end - (at - block.first), 0, kKeyBlock);
 }
 
+// Keys [first, end) of one KV head of a sequence.
+struct KeyRange {
+  int64_t sequence, head, first, end;
+};
+
 template <class T>
-void attend_in_place(const DecodeQuery<T>& query, int64_t first, int64_t end, DecodeState& state) {
+void find_block(const KeyFinder<T>& finder, int64_t at, int64_t end, BlockRows<T>& block) {
+  start_block(at, end, block);
+  finder.visit(at, at - block.first + block.count,
+               [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
+                 block.set(block.first + i, key, value, key_scale, value_scale);
+               });
+}
+
+// following: the keys that this thread attends to afterwards, or null: their first block is fetched during the last.
+template <class T>
+void attend_in_place(const DecodeQuery<T>& query, const KeyRange& keys, const KeyRange* following, DecodeState& state) {
   BlockRows<T> blocks[2];
-  auto find = [&](int64_t at, BlockRows<T>& block) {
-    start_block(at, end, block);
-    query.finder.visit(at, at - block.first + block.count,
-                       [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
-                         block.set(block.first + i, key, value, key_scale, value_scale);
-                       });
-  };
-  find(first, blocks[0]);
-  for (int64_t at = first, now = 0; at < end; now = 1 - now) {
+  find_block(query.finder, keys.first, keys.end, blocks[0]);
+  for (int64_t at = keys.first, now = 0; at < keys.end; now = 1 - now) {
     at += kKeyBlock - at % kKeyBlock;
-    find(at, blocks[1 - now]);
+    if (at >= keys.end && following) {
+      const KeyFinder<T> finder(query.call, following->sequence, following->head);
+      find_block(finder, following->first, following->end, blocks[1 - now]);
+    } else {
+      find_block(query.finder, at, keys.end, blocks[1 - now]);
+    }
     fold_block(query.call, blocks[now], &blocks[1 - now], query.q, query.width, query.scores, query.shrink, state);
   }
 }
 
 // The same through copies of the rows in `padded` [2 * kKeyBlock, width], whose padding is zero.
 template <class T>
-void attend_copied(const DecodeQuery<T>& query, int64_t first, int64_t end, float* padded, DecodeState& state) {
+void attend_copied(const DecodeQuery<T>& query, const KeyRange& keys, float* padded, DecodeState& state) {
   BlockRows<float> block;
-  for (int64_t at = first; at < end; at += kKeyBlock - at % kKeyBlock) {
-    start_block(at, end, block);
+  for (int64_t at = keys.first; at < keys.end; at += kKeyBlock - at % kKeyBlock) {
+    start_block(at, keys.end, block);
     query.finder.visit(at, at - block.first + block.count,
                        [&](int64_t i, const T* key, const T* value, float key_scale, float value_scale) {
                          float* copy = padded + 2 * i * query.width;
@@ -258,10 +271,9 @@ void attend_copied(const DecodeQuery<T>& query, int64_t first, int64_t end, floa
   }
 }
 
-// Folds keys [first, end) of a sequence into `state`; the query is row `row` of q.
+// Folds keys into `state`; the query is row `row` of q. following: see attend_in_place.
 template <class T>
-void attend_keys(const AttentionCall& call, int64_t sequence, int64_t head, int64_t row, int64_t first, int64_t end,
-                 DecodeState& state) {
+void attend_keys(const AttentionCall& call, const KeyRange& keys, int64_t row, const KeyRange* following, DecodeState& state) {
   static thread_local Scratch scratch;
   const int64_t G = call.shape.G, D = call.shape.D, width = decode_width<T>(D);
   const bool in_place = reads_in_place<T>(D);
@@ -270,13 +282,13 @@ void attend_keys(const AttentionCall& call, int64_t sequence, int64_t head, int6
   float* shrink = scores + G * kKeyBlock;
   float* padded = shrink + G;
   std::fill(q, q + G * width, 0.0f);
-  for (int64_t h = 0; h < G; ++h) read_query(call, row, head * G + h, q + h * width);
-  const DecodeQuery<T> query{call, KeyFinder<T>(call, sequence, head), q, width, scores, shrink};
+  for (int64_t h = 0; h < G; ++h) read_query(call, row, keys.head * G + h, q + h * width);
+  const DecodeQuery<T> query{call, KeyFinder<T>(call, keys.sequence, keys.head), q, width, scores, shrink};
   if (in_place) {
-    attend_in_place(query, first, end, state);
+    attend_in_place(query, keys, following, state);
   } else {
     std::fill(padded, padded + 2 * kKeyBlock * width, 0.0f);
-    attend_copied(query, first, end, padded, state);
+    attend_copied(query, keys, padded, state);
   }
 }
 

@@ -37,12 +37,14 @@ class AttentionRun {
     unfinished_ = std::vector<std::atomic<int32_t>>(static_cast<size_t>(splits * K));
     for (int64_t i = 0; i < splits * K; ++i)
       unfinished_[i].store(static_cast<int32_t>(splits_[i / K].of), std::memory_order_relaxed);
-    parallel_for(pool_, (tiles + splits) * K, [this, tiles, K](int64_t item) {
+    const int64_t pairs = splits * K, run = pairs_per_item(pairs);
+    parallel_for(pool_, tiles * K + (pairs + run - 1) / run, [this, tiles, K, pairs, run](int64_t item) {
       if (item < tiles * K) {
         const PrefillTile& tile = tiles_[item / K];
         attend_tile<T>(call_, tile.sequence, item % K, tile.first_query, tile.queries);
       } else {
-        decode(item / K - tiles, item % K);
+        const int64_t first = (item - tiles * K) * run;
+        decode(first, std::min(first + run, pairs));
       }
     });
   }
@@ -70,6 +72,13 @@ class AttentionRun {
     zero_output(call_, padding, shape.T - padding);
   }
 
+  // Pairs of a split and a KV head that a thread takes at once: neighbours, so that it can fetch the next one's keys early,
+  // but few enough to spread.
+  int64_t pairs_per_item(int64_t pairs) const {
+    constexpr int64_t kMost = 8, kItemsPerThread = 4;
+    return std::clamp<int64_t>(pairs / (kItemsPerThread * std::max<int64_t>(pool_.num_threads(), 1)), 1, kMost);
+  }
+
   int64_t queries_per_tile() const {
     constexpr int64_t kTilesPerThread = 3;
     const int64_t G = call_.shape.G, large_tiles = call_.shape.T * G * call_.shape.K / kTileRows;
@@ -85,13 +94,31 @@ class AttentionRun {
     }
   }
 
-  void decode(int64_t index, int64_t head) {
-    const DecodeSplit& split = splits_[index];
+  KeyRange keys_of(int64_t pair) const {
+    const DecodeSplit& split = splits_[pair / call_.shape.K];
+    return {split.sequence, pair % call_.shape.K, split.first, split.end};
+  }
+
+  // Pairs [first, end), pair p being split p / K and KV head p % K.
+  void decode(int64_t first, int64_t end) {
+    KeyRange keys = keys_of(first);
+    KeyFinder<T>(call_, keys.sequence, keys.head).prefetch(keys.first, std::min(keys.first + kKeyBlock, keys.end));
+    for (int64_t pair = first; pair < end; ++pair) {
+      const bool last = pair + 1 == end;
+      const KeyRange following = last ? keys : keys_of(pair + 1);
+      decode_pair(pair, keys, last ? nullptr : &following);
+      keys = following;
+    }
+  }
+
+  void decode_pair(int64_t pair, const KeyRange& keys, const KeyRange* following) {
     const int64_t K = call_.shape.K, G = call_.shape.G, width = decode_width<T>(call_.shape.D);
+    const int64_t index = pair / K, head = pair % K;
+    const DecodeSplit& split = splits_[index];
     const int64_t row = SequenceRange(call_, split.sequence).row;
-    DecodeState state(states_ + (index * K + head) * floats_, G);
+    DecodeState state(states_ + pair * floats_, G);
     state.clear(G, width);
-    attend_keys<T>(call_, split.sequence, head, row, split.first, split.end, state);
+    attend_keys<T>(call_, keys, row, following, state);
 
     const int64_t first = index - split.index;
     if (unfinished_[first * K + head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;

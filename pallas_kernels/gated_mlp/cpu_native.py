@@ -1,0 +1,36 @@
+"""The gated MLP on CPU: one call of native code through XLA's FFI, which reads a layer's weights where they lie."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dense_matmul import cpu_native as dense
+from pallas_kernels.matmul import Weight
+from pallas_kernels.native import library
+from pallas_kernels.quantized_matmul import api as quantized
+from pallas_kernels.quantized_matmul.weights import QuantizedWeight
+
+
+def check_supported(dtype: jnp.dtype, gate_up: Weight, down: Weight) -> None:
+    """Raises ValueError that names what the native code cannot do. dtype: of the activations."""
+    for weight in (gate_up, down):
+        *_, out_features, in_features = weight.shape
+        if isinstance(weight, QuantizedWeight):
+            quantized.check_supported("cpu_native", weight.kind, out_features=out_features, in_features=in_features)
+        else:
+            dense.check_supported(dtype, weight.dtype, dtype, in_features)
+    if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight) and gate_up.rotated != down.rotated:
+        raise ValueError("gate_up and down must both be rotated, or neither, for 'cpu_native': use 'reference'")
+
+
+def mlp(x: Float[Array, "T E"], gate_up: Weight, down: Weight, layer: Int[Array, ""]) -> Float[Array, "T E"]:
+    """Contract: `pallas_kernels.gated_mlp.api`. Raises NativeBuildError while tracing."""
+    library.load()
+    result, layer = jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.asarray(layer, jnp.int32)
+    if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+        call = jax.ffi.ffi_call("jaxkv_gated_mlp_int8", result)
+        weights = (gate_up.values, gate_up.scales, down.values, down.scales)
+        return call(x, *weights, layer, rotated=gate_up.rotated)
+    return jax.ffi.ffi_call("jaxkv_gated_mlp", result)(x, gate_up, down, layer)
