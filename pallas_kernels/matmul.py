@@ -20,12 +20,13 @@ def matmul(
     layer: Int[Array, ""] | None = None,
     *,
     backend: Backend,
+    rows: Int[Array, ""] | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "T out"]:
-    """x by a weight [out, in], or by layer `layer` of [L, out, in]; in x's dtype, or in `out_dtype`."""
+    """x by a weight [out, in], or by layer `layer` of [L, out, in]; in x's dtype, or in `out_dtype`. rows: see `dense_matmul`."""
     if isinstance(weight, QuantizedWeight):
-        return quantized_matmul(x, weight, layer=layer, out_dtype=out_dtype, backend=backend)
-    return dense_matmul(x, weight, layer=layer, out_dtype=out_dtype, backend=backend)
+        return quantized_matmul(x, weight, layer=layer, rows=rows, out_dtype=out_dtype, backend=backend)
+    return dense_matmul(x, weight, layer=layer, rows=rows, out_dtype=out_dtype, backend=backend)
 
 
 def reshape_weight(weight: Weight, *shape: int) -> Weight:

@@ -34,10 +34,12 @@ def forward[Cache](
     *,
     dtype: str,
     backend: Backend,
+    rows: Int[Array, ""] | None = None,
 ) -> tuple[Cache, Float[Array, "T E"]]:
     """All layers and the final norm. Returns the cache and the hidden state of every token, in `dtype`.
 
     backend: of the matmuls. They get all layers' weights and an index, so that a backend may read a layer where it lies.
+    rows: how many of the first tokens are no padding; what comes out for the others means nothing.
     """
     hidden = _embed(params["embed"], tokens, dtype)
     weights = _flat_weights(config, params["layers"])
@@ -49,10 +51,10 @@ def forward[Cache](
         # vectorize: they ran seven times longer.
         norms = jax.lax.optimization_barrier(norms)
         normed = rms_norm(hidden, norms["attn_norm"], config.rms_norm_eps)
-        cache, mixed = _attention(config, weights, cache, index, normed, positions, attend, backend)
+        cache, mixed = _attention(config, weights, cache, index, normed, positions, attend, backend, rows)
         hidden = hidden + mixed
         normed = rms_norm(hidden, norms["mlp_norm"], config.rms_norm_eps)
-        mlp = gated_mlp(normed, weights["gate_up"], weights["down"], index, backend=backend)
+        mlp = gated_mlp(normed, weights["gate_up"], weights["down"], index, backend=backend, rows=rows)
         return (cache, hidden + mlp), None
 
     norms = {name: params["layers"][name] for name in ("attn_norm", "mlp_norm")}
@@ -70,10 +72,12 @@ def _flat_weights(config: ModelConfig, layers: Params) -> dict[str, Weight]:
     return {"qkv": qkv, "o": o, "gate_up": layers["gate_up"], "down": layers["down"]}
 
 
-def logits(params: Params, hidden: Float[Array, "R E"], *, backend: Backend) -> Float[Array, "R V"]:
-    """float32 logits of some rows' hidden states."""
+def logits(
+    params: Params, hidden: Float[Array, "R E"], *, backend: Backend, rows: Int[Array, ""] | None = None
+) -> Float[Array, "R V"]:
+    """float32 logits of some rows' hidden states. rows: see `forward`."""
     table = params["lm_head"] if "lm_head" in params else params["embed"]
-    return matmul(hidden, table, backend=backend, out_dtype="float32")
+    return matmul(hidden, table, backend=backend, rows=rows, out_dtype="float32")
 
 
 def rms_norm(x: Float[Array, "T E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "T E"]:
@@ -105,12 +109,13 @@ def _attention[Cache](
     positions: Int[Array, " T"],
     attend: Attend[Cache],
     backend: Backend,
+    rows: Int[Array, ""] | None,
 ) -> tuple[Cache, Float[Array, "T E"]]:
     T, (K, G, D) = normed.shape[0], (config.num_kv_heads, config.group_size, config.head_dim)
-    qkv = matmul(normed, weights["qkv"], layer, backend=backend).reshape(T, K, G + 2, D)
+    qkv = matmul(normed, weights["qkv"], layer, backend=backend, rows=rows).reshape(T, K, G + 2, D)
     qk = rotate(qkv[:, :, : G + 1], positions, config.rope)
     cache, mixed = attend(cache, layer, qk[:, :, :G], qk[:, :, G], qkv[:, :, G + 1])
-    return cache, matmul(mixed.reshape(T, K * G * D), weights["o"], layer, backend=backend)
+    return cache, matmul(mixed.reshape(T, K * G * D), weights["o"], layer, backend=backend, rows=rows)
 
 
 def _embed(table: Weight, tokens: Int[Array, " T"], dtype: str) -> Float[Array, "T E"]:

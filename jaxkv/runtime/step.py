@@ -83,17 +83,18 @@ def _step(
         _attention(spec, batch),
         dtype=spec.dtype,
         backend=spec.matmul_backend,
+        rows=batch.cu_q_lens[-1],
     )
 
-    def to_logits(rows: Float[Array, "R E"]) -> Float[Array, "R V"]:
+    def to_logits(hidden: Float[Array, "R E"], rows: Int[Array, ""] | None = None) -> Float[Array, "R V"]:
         # First as the table lies: asked for the whole logits only, the partitioner may gather the table instead.
-        parts = decoder.logits(params, rows, backend=spec.matmul_backend)
+        parts = decoder.logits(params, hidden, backend=spec.matmul_backend, rows=rows)
         parts = jax.lax.with_sharding_constraint(parts, logit_sharding(spec.mesh, spec.model))
         gathered: Array = jax.lax.with_sharding_constraint(parts, replicated(spec.mesh))
         return gathered
 
     last_rows = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    logits = to_logits(hidden[last_rows])
+    logits = to_logits(hidden[last_rows], batch.num_seqs)
     sampled = sample(logits, state, batch.slots, batch.flags)
     best = jnp.max(logits, axis=-1)
     output = StepOutput(

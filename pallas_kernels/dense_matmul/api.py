@@ -23,12 +23,14 @@ def dense_matmul(
     weight: Float[Array, "*L out in"],
     *,
     layer: Int[Array, ""] | None = None,
+    rows: Int[Array, ""] | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "reference",
 ) -> Float[Array, "T out"]:
     """x times the transposed weight, added up in float32, in x's dtype or in `out_dtype`.
 
     weight: [out, in], or a stack [L, out, in] of which `layer` picks one.
+    rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
 
     On `cpu_native` both are float32 or both bfloat16, and a row's result is the same alone and in any batch, bit for bit.
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
@@ -47,4 +49,4 @@ def dense_matmul(
     cpu_native.check_supported(x.dtype, weight.dtype, dtype, x.shape[1])
     if layer is None:
         weight, layer = weight[None], jnp.int32(0)
-    return cpu_native.matmul(x, weight, layer, dtype)
+    return cpu_native.matmul(x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype)

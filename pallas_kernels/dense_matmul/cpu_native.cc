@@ -1,7 +1,7 @@
 // The FFI entry of the matmul with float weights on CPU. Contract: api.py beside this file; what is checked here are the
 // shapes.
+#include "../native/ffi_rows.h"
 #include "../native/weights.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -42,14 +42,14 @@ ffi::Error multiply_as(const Shape& shape, ffi::ThreadPool& pool, const void* x,
 }
 
 ffi::Error dense_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weights, ffi::BufferR0<ffi::S32> layer,
-                        ffi::Result<ffi::AnyBuffer> out) {
+                        ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out) {
   const auto x_dims = x.dimensions(), dims = weights.dimensions(), out_dims = out->dimensions();
   if (x_dims.size() != 2 || dims.size() != 3 || x_dims[1] != dims[2] || dims[0] == 0 || out_dims.size() != 2 ||
       out_dims[0] != x_dims[0] || out_dims[1] != dims[1]) {
     return ffi::Error::InvalidArgument("matmul wants x [T, in], weights [L, out, in] and a result [T, out]");
   }
   if (x.element_type() != weights.element_type()) return ffi::Error::InvalidArgument("x must have the type of the weights");
-  const Shape shape{x_dims[0], dims[2], dims[1]};
+  const Shape shape{clear_other_rows(*rows.typed_data(), x_dims[0], *out), dims[2], dims[1]};
   const int64_t at = std::clamp<int64_t>(*layer.typed_data(), 0, dims[0] - 1);
   switch (x.element_type()) {
     case ffi::F32:
@@ -73,4 +73,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_dense_matmul, dense_matmul,
                                   .Arg<ffi::AnyBuffer>()           // x
                                   .Arg<ffi::AnyBuffer>()           // weights
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // layer
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // rows
                                   .Ret<ffi::AnyBuffer>());         // result

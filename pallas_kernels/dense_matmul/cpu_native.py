@@ -24,9 +24,13 @@ def check_supported(x_dtype: jnp.dtype, weight_dtype: jnp.dtype, out_dtype: jnp.
 
 
 def matmul(
-    x: Float[Array, "T in"], stack: Float[Array, "L out in"], layer: Int[Array, ""], out_dtype: jnp.dtype
+    x: Float[Array, "T in"],
+    stack: Float[Array, "L out in"],
+    layer: Int[Array, ""],
+    rows: Int[Array, ""],
+    out_dtype: jnp.dtype,
 ) -> Float[Array, "T out"]:
     """Contract: `pallas_kernels.dense_matmul.api`. Raises NativeBuildError while tracing."""
     library.load()
     call = jax.ffi.ffi_call("jaxkv_dense_matmul", jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), out_dtype))
-    return call(x, stack, jnp.asarray(layer, jnp.int32))
+    return call(x, stack, jnp.asarray(layer, jnp.int32), jnp.asarray(rows, jnp.int32))

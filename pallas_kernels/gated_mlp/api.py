@@ -15,9 +15,17 @@ from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 
 def gated_mlp(
-    x: Float[Array, "T E"], gate_up: Weight, down: Weight, layer: Int[Array, ""], *, backend: Backend
+    x: Float[Array, "T E"],
+    gate_up: Weight,
+    down: Weight,
+    layer: Int[Array, ""],
+    *,
+    backend: Backend,
+    rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "T E"]:
     """The MLP of layer `layer`, in x's dtype. gate_up: [L, 2, F, E], the gate first. down: [L, E, F].
+
+    rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
 
     On `cpu_native` a row's result is the same alone and in any batch, bit for bit.
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
@@ -36,5 +44,5 @@ def gated_mlp(
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     if backend == "cpu_native":
         cpu_native.check_supported(x.dtype, gate_up, down)
-        return cpu_native.mlp(x, gate_up, down, layer)
+        return cpu_native.mlp(x, gate_up, down, layer, jnp.int32(x.shape[0]) if rows is None else rows)
     return reference.mlp(x, gate_up, down, layer)

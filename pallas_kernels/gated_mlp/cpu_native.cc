@@ -1,6 +1,6 @@
 // The FFI entries of the gated MLP on CPU. Contract: api.py beside this file; what is checked here are the shapes.
+#include "../native/ffi_rows.h"
 #include "../native/gated_mlp.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -14,8 +14,9 @@ struct Shape {
 };
 
 // null if all is well, else what is wrong.
-const char* read_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& gate_up, const ffi::AnyBuffer& down, int64_t layer,
-                       const ffi::AnyBuffer& out, Shape& shape) {
+const char* read_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& gate_up, const ffi::AnyBuffer& down,
+                       const ffi::BufferR0<ffi::S32>& layer, const ffi::BufferR0<ffi::S32>& rows, ffi::AnyBuffer& out,
+                       Shape& shape) {
   const auto x_dims = x.dimensions(), dims = gate_up.dimensions(), down_dims = down.dimensions();
   if (x_dims.size() != 2 || dims.size() != 4 || down_dims.size() != 3 || dims[1] != 2 || dims[0] == 0 || dims[0] != down_dims[0] ||
       dims[2] != down_dims[2] || dims[3] != x_dims[1] || down_dims[1] != x_dims[1]) {
@@ -23,7 +24,8 @@ const char* read_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& gate_up, c
   }
   if (out.element_type() != x.element_type() || out.element_count() != x.element_count()) return "the result must be like x";
   if (gate_up.element_type() != down.element_type()) return "gate_up and down must have one type";
-  shape = {x_dims[0], x_dims[1], dims[2], std::clamp<int64_t>(layer, 0, dims[0] - 1)};
+  const int64_t at = std::clamp<int64_t>(*layer.typed_data(), 0, dims[0] - 1);
+  shape = {clear_other_rows(*rows.typed_data(), x_dims[0], out), x_dims[1], dims[2], at};
   return nullptr;
 }
 
@@ -37,9 +39,9 @@ void run_dense(const Shape& shape, ffi::ThreadPool& pool, const void* x, const v
 }
 
 ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::BufferR0<ffi::S32> layer,
-                 ffi::Result<ffi::AnyBuffer> out) {
+                 ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out) {
   Shape shape;
-  if (const char* wrong = read_shape(x, gate_up, down, *layer.typed_data(), *out, shape)) return ffi::Error::InvalidArgument(wrong);
+  if (const char* wrong = read_shape(x, gate_up, down, layer, rows, *out, shape)) return ffi::Error::InvalidArgument(wrong);
   if (x.element_type() != gate_up.element_type()) return ffi::Error::InvalidArgument("x must have the type of the weights");
   switch (x.element_type()) {
     case ffi::F32:
@@ -71,9 +73,9 @@ void run_int8(const Shape& shape, ffi::ThreadPool& pool, const void* x, const in
 }
 
 ffi::Error int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up, Scales gate_up_scales, ffi::AnyBuffer down,
-                Scales down_scales, ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> out, bool rotated) {
+                Scales down_scales, ffi::BufferR0<ffi::S32> layer, ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out, bool rotated) {
   Shape shape;
-  if (const char* wrong = read_shape(x, gate_up, down, *layer.typed_data(), *out, shape)) return ffi::Error::InvalidArgument(wrong);
+  if (const char* wrong = read_shape(x, gate_up, down, layer, rows, *out, shape)) return ffi::Error::InvalidArgument(wrong);
   if (gate_up.element_type() != ffi::S8) return ffi::Error::InvalidArgument("weights must be int8");
   const auto layers = gate_up.dimensions()[0];
   if (gate_up_scales.element_count() != static_cast<size_t>(layers * 2 * shape.F) ||
@@ -108,6 +110,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gated_mlp, dense,
                                   .Arg<ffi::AnyBuffer>()           // gate_up
                                   .Arg<ffi::AnyBuffer>()           // down
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // layer
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // rows
                                   .Ret<ffi::AnyBuffer>());         // result
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gated_mlp_int8, int8,
@@ -119,5 +122,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gated_mlp_int8, int8,
                                   .Arg<ffi::AnyBuffer>()           // down
                                   .Arg<Scales>()                   // its scales
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // layer
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // rows
                                   .Ret<ffi::AnyBuffer>()           // result
                                   .Attr<bool>("rotated"));

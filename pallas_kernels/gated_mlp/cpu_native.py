@@ -25,12 +25,15 @@ def check_supported(dtype: jnp.dtype, gate_up: Weight, down: Weight) -> None:
         raise ValueError("gate_up and down must both be rotated, or neither, for 'cpu_native': use 'reference'")
 
 
-def mlp(x: Float[Array, "T E"], gate_up: Weight, down: Weight, layer: Int[Array, ""]) -> Float[Array, "T E"]:
+def mlp(
+    x: Float[Array, "T E"], gate_up: Weight, down: Weight, layer: Int[Array, ""], rows: Int[Array, ""]
+) -> Float[Array, "T E"]:
     """Contract: `pallas_kernels.gated_mlp.api`. Raises NativeBuildError while tracing."""
     library.load()
-    result, layer = jax.ShapeDtypeStruct(x.shape, x.dtype), jnp.asarray(layer, jnp.int32)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    where = (jnp.asarray(layer, jnp.int32), jnp.asarray(rows, jnp.int32))
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
         call = jax.ffi.ffi_call("jaxkv_gated_mlp_int8", result)
         weights = (gate_up.values, gate_up.scales, down.values, down.scales)
-        return call(x, *weights, layer, rotated=gate_up.rotated)
-    return jax.ffi.ffi_call("jaxkv_gated_mlp", result)(x, gate_up, down, layer)
+        return call(x, *weights, *where, rotated=gate_up.rotated)
+    return jax.ffi.ffi_call("jaxkv_gated_mlp", result)(x, gate_up, down, *where)

@@ -63,6 +63,7 @@ def quantized_matmul(
     weight: QuantizedWeight,
     *,
     layer: Int[Array, ""] | None = None,
+    rows: Int[Array, ""] | None = None,
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "reference",
 ) -> Float[Array, "T out"]:
@@ -70,6 +71,7 @@ def quantized_matmul(
 
     x: bfloat16 or float32. weight: [out, in], or a stack [L, out, in] of which `layer` picks one. A scan over layers should close
     over the stack and pass its index: kernels then read the layer where it lies, while a slice would be copied for them.
+    rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
 
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
     """
@@ -89,7 +91,7 @@ def quantized_matmul(
     if layer is None:
         weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
     if backend == "cpu_native":
-        return cpu_native.matmul(x, weight, layer, dtype)
+        return cpu_native.matmul(x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype)
     if weight.rotated:
         x = rotate(x)
     device = current_device_kind()

@@ -1,6 +1,6 @@
 // The FFI entry of the int8 matmul on CPU. Contract: api.py beside this file; what is checked here are the shapes.
+#include "../native/ffi_rows.h"
 #include "../native/weights.h"
-#include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
@@ -41,7 +41,7 @@ ffi::Error multiply_from(const Shape& shape, ffi::ThreadPool& pool, const void* 
 }
 
 ffi::Error int8_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S8> weights, ffi::Buffer<ffi::F32> scales,
-                       ffi::BufferR0<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> out, bool rotated) {
+                       ffi::BufferR0<ffi::S32> layer, ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out, bool rotated) {
   const auto x_dims = x.dimensions(), dims = weights.dimensions(), out_dims = out->dimensions();
   if (x_dims.size() != 2 || dims.size() != 3 || x_dims[1] != dims[2] || dims[0] == 0 || out_dims.size() != 2 ||
       out_dims[0] != x_dims[0] || out_dims[1] != dims[1]) {
@@ -50,7 +50,7 @@ ffi::Error int8_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
   if (scales.element_count() != static_cast<size_t>(dims[0] * dims[1])) {
     return ffi::Error::InvalidArgument("the scales of int8 weights are [L, out]");
   }
-  const Shape shape{x_dims[0], dims[2], dims[1]};
+  const Shape shape{clear_other_rows(*rows.typed_data(), x_dims[0], *out), dims[2], dims[1]};
   const int64_t at = std::clamp<int64_t>(*layer.typed_data(), 0, dims[0] - 1);
   const int8_t* values = weights.typed_data() + at * shape.out * shape.in;
   const float* layer_scales = scales.typed_data() + at * shape.out;
@@ -76,5 +76,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_int8_matmul, int8_matmul,
                                   .Arg<ffi::Buffer<ffi::S8>>()     // weights
                                   .Arg<ffi::Buffer<ffi::F32>>()    // scales
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // layer
+                                  .Arg<ffi::BufferR0<ffi::S32>>()  // rows
                                   .Ret<ffi::AnyBuffer>()           // result
                                   .Attr<bool>("rotated"));

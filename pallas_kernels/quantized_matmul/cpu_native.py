@@ -11,10 +11,15 @@ from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 
 def matmul(
-    x: Float[Array, "T in"], stack: QuantizedWeight, layer: Int[Array, ""], out_dtype: jnp.dtype
+    x: Float[Array, "T in"],
+    stack: QuantizedWeight,
+    layer: Int[Array, ""],
+    rows: Int[Array, ""],
+    out_dtype: jnp.dtype,
 ) -> Float[Array, "T out"]:
     """Contract: `pallas_kernels.quantized_matmul.api`; activations are rotated here. Raises NativeBuildError while tracing."""
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), out_dtype)
     call = jax.ffi.ffi_call("jaxkv_int8_matmul", result)
-    return call(x, stack.values, stack.scales, jnp.asarray(layer, jnp.int32), rotated=stack.rotated)
+    where = (jnp.asarray(layer, jnp.int32), jnp.asarray(rows, jnp.int32))
+    return call(x, stack.values, stack.scales, *where, rotated=stack.rotated)
