@@ -25,6 +25,7 @@ from jaxkv.models.params import Params
 from jaxkv.runtime.head_split import check_rotated, split_heads, split_params
 from jaxkv.runtime.host_memory import keep_freed_memory
 from jaxkv.runtime.mesh import build_mesh, put_params
+from jaxkv.runtime.packing import pack_layers, packable
 from jaxkv.runtime.runner import Runner
 from jaxkv.runtime.step import StepSpec
 from jaxkv.runtime.step_batch import make_buckets
@@ -118,6 +119,10 @@ def assemble(
         max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, max_pages=max_pages
     )
     placed = put_params(mesh, split, split_params(model, split, params))
+    matmul_backend = choose_matmul_backend(backend, shards)
+    packed = matmul_backend == "cpu_native" and packable(split, placed)
+    if packed:
+        placed = pack_layers(split, placed)
     memory = plan_pool(
         layout,
         shards=shards,
@@ -130,9 +135,16 @@ def assemble(
         max_num_seqs=config.max_num_seqs,
     )
     log.info("memory: %s", memory)
-    quantized = config.quantization is not None
-    matmul_backend = choose_matmul_backend(backend, shards)
-    spec = StepSpec(split, layout, mesh, backend, config.dtype, quantized=quantized, matmul_backend=matmul_backend)
+    spec = StepSpec(
+        split,
+        layout,
+        mesh,
+        backend,
+        config.dtype,
+        quantized=config.quantization is not None,
+        matmul_backend=matmul_backend,
+        packed=packed,
+    )
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     runner = Runner(spec, placed, buckets, memory.num_blocks, _static_scales(config, model, split))

@@ -14,7 +14,7 @@ from jaxkv.models.params import Params
 from jaxkv.models.rope import rotate
 from pallas_kernels.dense_matmul.api import Backend
 from pallas_kernels.gated_mlp.api import gated_mlp
-from pallas_kernels.matmul import Weight, matmul, reshape_weight
+from pallas_kernels.matmul import Plain, Weight, matmul, reshape_weight
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight, lookup
 
 Cache = TypeVar("Cache")
@@ -42,7 +42,8 @@ def forward[Cache](
     rows: how many of the first tokens are no padding; what comes out for the others means nothing.
     """
     hidden = _embed(params["embed"], tokens, dtype)
-    weights = _flat_weights(config, params["layers"])
+    shapes = matrix_shapes(config)
+    weights = {name: reshape_weight(params["layers"][name], *shape) for name, shape in shapes.items()}
 
     def layer(carry: tuple[Cache, Array], inputs: tuple[Array, Params]) -> tuple[tuple[Cache, Array], None]:
         cache, hidden = carry
@@ -62,14 +63,19 @@ def forward[Cache](
     return cache, rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
 
 
-def _flat_weights(config: ModelConfig, layers: Params) -> dict[str, Weight]:
-    """The layers' weights, heads flat: qkv and o [L, out, in]. Others as they are.
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The layers' weights as stacks of matrices [..., out, in], heads taken together.
 
     XLA's CPU backend multiplies by weights of more dimensions several times slower.
     """
-    L, E, mixed = config.num_layers, config.hidden_size, config.num_kv_heads * config.group_size * config.head_dim
-    qkv, o = reshape_weight(layers["qkv"], L, -1, E), reshape_weight(layers["o"], L, E, mixed)
-    return {"qkv": qkv, "o": o, "gate_up": layers["gate_up"], "down": layers["down"]}
+    L, E, F = config.num_layers, config.hidden_size, config.intermediate_size
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    return {
+        "qkv": (L, K * (G + 2) * D, E),
+        "o": (L, E, K * G * D),
+        "gate_up": (L, 2, F, E),
+        "down": (L, E, F),
+    }
 
 
 def logits(
@@ -118,7 +124,7 @@ def _attention[Cache](
     return cache, matmul(mixed.reshape(T, K * G * D), weights["o"], layer, backend=backend, rows=rows)
 
 
-def _embed(table: Weight, tokens: Int[Array, " T"], dtype: str) -> Float[Array, "T E"]:
+def _embed(table: Plain, tokens: Int[Array, " T"], dtype: str) -> Float[Array, "T E"]:
     if isinstance(table, QuantizedWeight):
         return lookup(table, tokens, dtype)
     return table.at[tokens].get(mode="promise_in_bounds").astype(dtype)

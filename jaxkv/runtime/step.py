@@ -18,6 +18,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
 from jaxkv.runtime.logprobs import Logprobs, prompt_logprobs, sampled_logprobs
 from jaxkv.runtime.mesh import logit_sharding, param_shardings, replicated
+from jaxkv.runtime.packing import packed_shardings
 from jaxkv.runtime.sampler import sample
 from jaxkv.runtime.slot_state import SlotState
 from jaxkv.runtime.step_batch import StepBatch
@@ -44,6 +45,7 @@ class StepSpec:
     """The static arguments of a step.
 
     backend: of attention and the KV cache. dtype: of activations. quantized: the parameter tree holds QuantizedWeights.
+    packed: those of the layers are PackedWeights.
     """
 
     model: ModelConfig
@@ -53,6 +55,7 @@ class StepSpec:
     dtype: str
     quantized: bool = False
     matmul_backend: dense_matmul.Backend = "reference"
+    packed: bool = False
 
 
 StepFn = Callable[[Params, KVPool, SlotState, StepBatch], tuple[KVPool, SlotState, StepOutput]]
@@ -61,10 +64,13 @@ StepFn = Callable[[Params, KVPool, SlotState, StepBatch], tuple[KVPool, SlotStat
 def make_step(spec: StepSpec) -> StepFn:
     """Jits the step for a mesh; pool and state are donated, and come back where they were."""
     pool, everywhere = pool_shardings(spec.mesh, spec.layout), replicated(spec.mesh)
+    params = param_shardings(spec.mesh, spec.model, quantized=spec.quantized)
+    if spec.packed:
+        params = packed_shardings(spec.mesh, spec.model, params)
     return jax.jit(
         lambda params, pool, state, batch: _step(spec, params, pool, state, batch),
         donate_argnums=(1, 2),
-        in_shardings=(param_shardings(spec.mesh, spec.model, quantized=spec.quantized), pool, everywhere, everywhere),
+        in_shardings=(params, pool, everywhere, everywhere),
         out_shardings=(pool, everywhere, everywhere),
     )
 

@@ -24,6 +24,7 @@ def dense_matmul(
     *,
     layer: Int[Array, ""] | None = None,
     rows: Int[Array, ""] | None = None,
+    packed: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "reference",
 ) -> Float[Array, "T out"]:
@@ -31,6 +32,7 @@ def dense_matmul(
 
     weight: [out, in], or a stack [L, out, in] of which `layer` picks one.
     rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
+    packed: the weight is what a PackedWeight holds, which `cpu_native` alone reads.
 
     On `cpu_native` both are float32 or both bfloat16, and a row's result is the same alone and in any batch, bit for bit.
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
@@ -43,10 +45,12 @@ def dense_matmul(
             "or [L, out, in] with `layer`"
         )
     dtype = jnp.dtype(out_dtype or x.dtype)
+    if packed and backend != "cpu_native":
+        raise ValueError(f"a packed weight can be read by matmul backend 'cpu_native' only, not by {backend!r}")
     if backend == "reference":
         one = weight if layer is None else jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
         return reference.matmul(x, one, dtype)
     cpu_native.check_supported(x.dtype, weight.dtype, dtype, x.shape[1])
     if layer is None:
         weight, layer = weight[None], jnp.int32(0)
-    return cpu_native.matmul(x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype)
+    return cpu_native.matmul(x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype, packed=packed)

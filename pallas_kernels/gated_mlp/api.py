@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dense_matmul.api import BACKENDS, Backend
 from pallas_kernels.gated_mlp import cpu_native, reference
 from pallas_kernels.matmul import Weight
+from pallas_kernels.packed_weight.weight import PackedWeight
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 
@@ -38,11 +39,18 @@ def gated_mlp(
             f"x of shape {x.shape}, gate_up of {gate_up.shape} and down of {down.shape} do not fit each other: they must be "
             "[T, E], [L, 2, F, E] and [L, E, F]"
         )
-    if isinstance(gate_up, QuantizedWeight) != isinstance(down, QuantizedWeight):
+    if isinstance(gate_up, PackedWeight) != isinstance(down, PackedWeight):
+        raise ValueError("gate_up and down must both be packed, or neither")
+    packed = isinstance(gate_up, PackedWeight)
+    if packed and backend != "cpu_native":
+        raise ValueError(f"packed weights can be read by MLP backend 'cpu_native' only, not by {backend!r}")
+    first = gate_up.plain if isinstance(gate_up, PackedWeight) else gate_up
+    last = down.plain if isinstance(down, PackedWeight) else down
+    if isinstance(first, QuantizedWeight) != isinstance(last, QuantizedWeight):
         raise ValueError("gate_up and down must both be quantized, or neither")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     if backend == "cpu_native":
-        cpu_native.check_supported(x.dtype, gate_up, down)
-        return cpu_native.mlp(x, gate_up, down, layer, jnp.int32(x.shape[0]) if rows is None else rows)
+        cpu_native.check_supported(x.dtype, first, last)
+        return cpu_native.mlp(x, first, last, layer, jnp.int32(x.shape[0]) if rows is None else rows, packed=packed)
     return reference.mlp(x, gate_up, down, layer)

@@ -30,26 +30,27 @@ const char* read_shape(const ffi::AnyBuffer& x, const ffi::AnyBuffer& gate_up, c
 }
 
 template <class T>
-void run_dense(const Shape& shape, ffi::ThreadPool& pool, const void* x, const void* gate_up, const void* down, void* out) {
+void run_dense(const Shape& shape, ffi::ThreadPool& pool, const void* x, const void* gate_up, const void* down, bool packed,
+               void* out) {
   const int64_t matrix = shape.E * shape.F;
   const T* gate = static_cast<const T*>(gate_up) + 2 * shape.layer * matrix;
   const T* last = static_cast<const T*>(down) + shape.layer * matrix;
-  const GatedMlp<FloatWeights<T>> mlp{shape.T, shape.E, shape.F, static_cast<const T*>(x), {gate}, {gate + matrix}, {last}};
+  const GatedMlp<FloatWeights<T>> mlp{shape.T, shape.E, shape.F, static_cast<const T*>(x), {gate, packed}, {gate + matrix, packed}, {last, packed}};
   mlp.run(pool, static_cast<T*>(out));
 }
 
 ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up, ffi::AnyBuffer down, ffi::BufferR0<ffi::S32> layer,
-                 ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out) {
+                 ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out, bool packed) {
   Shape shape;
   if (const char* wrong = read_shape(x, gate_up, down, layer, rows, *out, shape)) return ffi::Error::InvalidArgument(wrong);
   if (x.element_type() != gate_up.element_type()) return ffi::Error::InvalidArgument("x must have the type of the weights");
   switch (x.element_type()) {
     case ffi::F32:
-      run_dense<float>(shape, pool, x.untyped_data(), gate_up.untyped_data(), down.untyped_data(), out->untyped_data());
+      run_dense<float>(shape, pool, x.untyped_data(), gate_up.untyped_data(), down.untyped_data(), packed, out->untyped_data());
       return ffi::Error::Success();
     case ffi::BF16:
       if (shape.E % 2 || shape.F % 2) return ffi::Error::InvalidArgument("bfloat16 rows must hold an even number of elements");
-      run_dense<BFloat16>(shape, pool, x.untyped_data(), gate_up.untyped_data(), down.untyped_data(), out->untyped_data());
+      run_dense<BFloat16>(shape, pool, x.untyped_data(), gate_up.untyped_data(), down.untyped_data(), packed, out->untyped_data());
       return ffi::Error::Success();
     default:
       return ffi::Error::InvalidArgument("activations must be float32 or bfloat16");
@@ -58,7 +59,7 @@ ffi::Error dense(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up,
 
 template <class T>
 void run_int8(const Shape& shape, ffi::ThreadPool& pool, const void* x, const int8_t* gate_up, const float* gate_up_scales,
-              const int8_t* down, const float* down_scales, bool rotated, void* out) {
+              const int8_t* down, const float* down_scales, bool rotated, bool packed, void* out) {
   const int64_t matrix = shape.E * shape.F;
   const int8_t* gate = gate_up + 2 * shape.layer * matrix;
   const float* gate_scales = gate_up_scales + 2 * shape.layer * shape.F;
@@ -66,14 +67,15 @@ void run_int8(const Shape& shape, ffi::ThreadPool& pool, const void* x, const in
                                      shape.E,
                                      shape.F,
                                      static_cast<const T*>(x),
-                                     {gate, gate_scales, rotated},
-                                     {gate + matrix, gate_scales + shape.F, rotated},
-                                     {down + shape.layer * matrix, down_scales + shape.layer * shape.E, rotated}};
+                                     {gate, gate_scales, rotated, packed},
+                                     {gate + matrix, gate_scales + shape.F, rotated, packed},
+                                     {down + shape.layer * matrix, down_scales + shape.layer * shape.E, rotated, packed}};
   mlp.run(pool, static_cast<T*>(out));
 }
 
 ffi::Error int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up, Scales gate_up_scales, ffi::AnyBuffer down,
-                Scales down_scales, ffi::BufferR0<ffi::S32> layer, ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out, bool rotated) {
+                Scales down_scales, ffi::BufferR0<ffi::S32> layer, ffi::BufferR0<ffi::S32> rows, ffi::Result<ffi::AnyBuffer> out, bool rotated,
+                bool packed) {
   Shape shape;
   if (const char* wrong = read_shape(x, gate_up, down, layer, rows, *out, shape)) return ffi::Error::InvalidArgument(wrong);
   if (gate_up.element_type() != ffi::S8) return ffi::Error::InvalidArgument("weights must be int8");
@@ -87,10 +89,10 @@ ffi::Error int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer gate_up, 
   const float *scales = gate_up_scales.typed_data(), *last_scales = down_scales.typed_data();
   switch (x.element_type()) {
     case ffi::F32:
-      run_int8<float>(shape, pool, x.untyped_data(), values, scales, down_values, last_scales, rotated, out->untyped_data());
+      run_int8<float>(shape, pool, x.untyped_data(), values, scales, down_values, last_scales, rotated, packed, out->untyped_data());
       return ffi::Error::Success();
     case ffi::BF16:
-      run_int8<BFloat16>(shape, pool, x.untyped_data(), values, scales, down_values, last_scales, rotated, out->untyped_data());
+      run_int8<BFloat16>(shape, pool, x.untyped_data(), values, scales, down_values, last_scales, rotated, packed, out->untyped_data());
       return ffi::Error::Success();
     default:
       return ffi::Error::InvalidArgument("activations must be float32 or bfloat16");
@@ -111,7 +113,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gated_mlp, dense,
                                   .Arg<ffi::AnyBuffer>()           // down
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // layer
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // rows
-                                  .Ret<ffi::AnyBuffer>());         // result
+                                  .Ret<ffi::AnyBuffer>()           // result
+                                  .Attr<bool>("packed"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gated_mlp_int8, int8,
                               ffi::Ffi::Bind()
@@ -124,4 +127,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxkv_gated_mlp_int8, int8,
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // layer
                                   .Arg<ffi::BufferR0<ffi::S32>>()  // rows
                                   .Ret<ffi::AnyBuffer>()           // result
-                                  .Attr<bool>("rotated"));
+                                  .Attr<bool>("rotated")
+                                  .Attr<bool>("packed"));

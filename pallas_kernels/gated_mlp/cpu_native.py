@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dense_matmul import cpu_native as dense
-from pallas_kernels.matmul import Weight
 from pallas_kernels.native import library
 from pallas_kernels.quantized_matmul import api as quantized
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
+Plain = jax.Array | QuantizedWeight
 
-def check_supported(dtype: jnp.dtype, gate_up: Weight, down: Weight) -> None:
+
+def check_supported(dtype: jnp.dtype, gate_up: Plain, down: Plain) -> None:
     """Raises ValueError that names what the native code cannot do. dtype: of the activations."""
     for weight in (gate_up, down):
         *_, out_features, in_features = weight.shape
@@ -26,7 +27,7 @@ def check_supported(dtype: jnp.dtype, gate_up: Weight, down: Weight) -> None:
 
 
 def mlp(
-    x: Float[Array, "T E"], gate_up: Weight, down: Weight, layer: Int[Array, ""], rows: Int[Array, ""]
+    x: Float[Array, "T E"], gate_up: Plain, down: Plain, layer: Int[Array, ""], rows: Int[Array, ""], *, packed: bool
 ) -> Float[Array, "T E"]:
     """Contract: `pallas_kernels.gated_mlp.api`. Raises NativeBuildError while tracing."""
     library.load()
@@ -35,5 +36,5 @@ def mlp(
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
         call = jax.ffi.ffi_call("jaxkv_gated_mlp_int8", result)
         weights = (gate_up.values, gate_up.scales, down.values, down.scales)
-        return call(x, *weights, *where, rotated=gate_up.rotated)
-    return jax.ffi.ffi_call("jaxkv_gated_mlp", result)(x, gate_up, down, *where)
+        return call(x, *weights, *where, rotated=gate_up.rotated, packed=packed)
+    return jax.ffi.ffi_call("jaxkv_gated_mlp", result)(x, gate_up, down, *where, packed=packed)

@@ -20,8 +20,9 @@ TARGETS = (
     "jaxkv_dense_matmul",
     "jaxkv_gated_mlp",
     "jaxkv_gated_mlp_int8",
+    "jaxkv_pack_weight",
 )
-OPS = ("ragged_paged_attention", "kv_write", "quantized_matmul", "dense_matmul", "gated_mlp")
+OPS = ("ragged_paged_attention", "kv_write", "quantized_matmul", "dense_matmul", "gated_mlp", "packed_weight")
 """The folders of ops that have a `cpu_native.cc`."""
 
 _KERNELS = Path(__file__).resolve().parent.parent

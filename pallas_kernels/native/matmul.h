@@ -38,10 +38,12 @@ struct Int8Words {
 };
 
 // activations: T rows of `words` words, `activation_words` apart. A matrix of weights: `out` rows of `row_bytes` without
-// gaps; where that is no multiple of 4, the rest of an activation's last word is zero.
+// gaps; where that is no multiple of 4, the rest of an activation's last word is zero. packed: whole panels lie as
+// `pack_panel` makes them, where their rows would.
 struct Matmul {
   int64_t T, out, row_bytes, words, activation_words;
   const uint32_t* activations;
+  bool packed;
 };
 
 // The words [at, at + kLanes) of a row of weights; zero beyond its end.
@@ -150,10 +152,15 @@ void multiply_panels(const Matmul& call, const char* const (&weights)[Matrices],
   const bool has_next = first + 2 * kPanel <= call.out;
   Panels<Matrices> panels;
   for (int m = 0; m < Matrices; ++m) {
-    uint32_t* words = memory + m * call.words * kPanel;
-    pack_panel<Product>(call, weights[m], first, cold, words);
-    panels.words[m] = words;
-    panels.ahead[m] = {weights[m] + (first + kPanel) * call.row_bytes, 0};
+    const char* rows = weights[m] + first * call.row_bytes;
+    if (call.packed && first + kPanel <= call.out) {
+      panels.words[m] = reinterpret_cast<const uint32_t*>(rows);
+    } else {
+      uint32_t* words = memory + m * call.words * kPanel;
+      pack_panel<Product>(call, weights[m], first, cold, words);
+      panels.words[m] = words;
+    }
+    panels.ahead[m] = {rows + kPanel * call.row_bytes, 0};
   }
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const bool fetch = has_next && tile < fetching;

@@ -23,11 +23,13 @@ struct FloatWeights {
   using Product = std::conditional_t<std::is_same_v<T, BFloat16>, BFloat16Words, Float32Words>;
 
   const T* values;
+  bool packed;
 
   template <class Pool, int Matrices, class Put>
   static void multiply_rows(Pool& pool, const T* x, int64_t rows, int64_t width, int64_t out,
                             const FloatWeights (&weights)[Matrices], Scratch&, Put put) {
     Matmul call{};
+    call.packed = weights[0].packed;
     call.T = rows, call.out = out, call.row_bytes = width * static_cast<int64_t>(sizeof(T));
     call.words = call.activation_words = call.row_bytes / 4;
     call.activations = reinterpret_cast<const uint32_t*>(x);
@@ -45,11 +47,13 @@ struct Int8Weights {
   const int8_t* values;
   const float* scales;
   bool rotated;
+  bool packed;
 
   template <class Pool, int Matrices, class Put>
   static void multiply_rows(Pool& pool, const T* x, int64_t rows, int64_t width, int64_t out,
                             const Int8Weights (&weights)[Matrices], Scratch& scratch, Put put) {
     Matmul call{};
+    call.packed = weights[0].packed;
     call.T = rows, call.out = out, call.row_bytes = width;
     call.words = call.activation_words = (width + 3) / 4;
     auto* quantized = reinterpret_cast<int8_t*>(scratch.floats(rows * (call.words + 2)));

@@ -64,6 +64,7 @@ def quantized_matmul(
     *,
     layer: Int[Array, ""] | None = None,
     rows: Int[Array, ""] | None = None,
+    packed: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "reference",
 ) -> Float[Array, "T out"]:
@@ -72,6 +73,7 @@ def quantized_matmul(
     x: bfloat16 or float32. weight: [out, in], or a stack [L, out, in] of which `layer` picks one. A scan over layers should close
     over the stack and pass its index: kernels then read the layer where it lies, while a slice would be copied for them.
     rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
+    packed: the weight is what a PackedWeight holds, which `cpu_native` alone reads.
 
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
     """
@@ -85,13 +87,17 @@ def quantized_matmul(
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
     dtype = jnp.dtype(out_dtype or x.dtype)
+    if packed and backend != "cpu_native":
+        raise ValueError(f"a packed weight can be read by matmul backend 'cpu_native' only, not by {backend!r}")
     if backend == "reference":
         one = weight if layer is None else _slice(weight, layer)
         return reference.matmul(rotate(x) if weight.rotated else x, one, dtype)
     if layer is None:
         weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
     if backend == "cpu_native":
-        return cpu_native.matmul(x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype)
+        return cpu_native.matmul(
+            x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype, packed=packed
+        )
     if weight.rotated:
         x = rotate(x)
     device = current_device_kind()

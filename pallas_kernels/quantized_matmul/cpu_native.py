@@ -16,10 +16,12 @@ def matmul(
     layer: Int[Array, ""],
     rows: Int[Array, ""],
     out_dtype: jnp.dtype,
+    *,
+    packed: bool,
 ) -> Float[Array, "T out"]:
     """Contract: `pallas_kernels.quantized_matmul.api`; activations are rotated here. Raises NativeBuildError while tracing."""
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), out_dtype)
     call = jax.ffi.ffi_call("jaxkv_int8_matmul", result)
     where = (jnp.asarray(layer, jnp.int32), jnp.asarray(rows, jnp.int32))
-    return call(x, stack.values, stack.scales, *where, rotated=stack.rotated)
+    return call(x, stack.values, stack.scales, *where, rotated=stack.rotated, packed=packed)
