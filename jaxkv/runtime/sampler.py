@@ -35,6 +35,15 @@ def sample(
     logits: Float[Array, "S V"], state: SlotState, slots: Int[Array, " S"], flags: SamplingFlags
 ) -> Int[Array, " S"]:
     """The next token of each row, from raw float32 logits and the row's slot."""
+    plain = ~(flags.penalties | flags.bias | flags.min_tokens | flags.random)
+    # One branch for all of it: on CPU each conditional that may change the logits copies them.
+    chosen: Array = jax.lax.cond(plain, lambda: _argmax(logits), lambda: _sample(logits, state, slots, flags))
+    return chosen
+
+
+def _sample(
+    logits: Float[Array, "S V"], state: SlotState, slots: Int[Array, " S"], flags: SamplingFlags
+) -> Int[Array, " S"]:
     logits = _when(flags.penalties, lambda x: _penalize(x, state, slots), logits)
     logits = _when(flags.bias, lambda x: _add_bias(x, state, slots), logits)
     logits = _when(flags.min_tokens, lambda x: _ban_stops(x, state, slots), logits)

@@ -118,8 +118,8 @@ class KeyFinder {
     visit_tiles(first, end, [&](int64_t, int64_t row, int64_t count) {
       const char* keys = static_cast<const char*>(call_.pages) + row * row_bytes;
       for (int64_t at = 0; at < count * row_bytes; at += kCacheLine) {
-        __builtin_prefetch(keys + at);
-        __builtin_prefetch(keys + to_value + at);
+        __builtin_prefetch(keys + at, 0, 2);
+        __builtin_prefetch(keys + to_value + at, 0, 2);
       }
     });
   }

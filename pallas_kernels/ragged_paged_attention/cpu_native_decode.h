@@ -53,13 +53,13 @@ struct BlockRows {
   }
 };
 
-// Asks for the rows of the next block while this one is computed: a few at a time, as the core can wait for only so
-// many cache lines at once.
+// Asks for the rows of the next block while this one is computed: a few at a time, as the core can wait for only so many
+// cache lines at once, and to the second level, as it can wait for still fewer on their way to the first.
 template <class T>
 inline void prefetch_rows(const T* const* rows, int64_t first, int64_t end, int64_t width) {
   constexpr int64_t kCacheLine = 64 / sizeof(T);
   for (int64_t i = first; i < end; ++i) {
-    for (int64_t at = 0; at < width; at += kCacheLine) __builtin_prefetch(rows[i] + at);
+    for (int64_t at = 0; at < width; at += kCacheLine) __builtin_prefetch(rows[i] + at, 0, 2);
   }
 }
 

@@ -102,7 +102,7 @@ class AttentionRun {
   // Pairs [first, end), pair p being split p / K and KV head p % K.
   void decode(int64_t first, int64_t end) {
     KeyRange keys = keys_of(first);
-    KeyFinder<T>(call_, keys.sequence, keys.head).prefetch(keys.first, std::min(keys.first + kKeyBlock, keys.end));
+    KeyFinder<T>(call_, keys.sequence, keys.head).prefetch(keys.first, std::min(keys.first + 2 * kKeyBlock, keys.end));
     for (int64_t pair = first; pair < end; ++pair) {
       const bool last = pair + 1 == end;
       const KeyRange following = last ? keys : keys_of(pair + 1);
