@@ -65,10 +65,12 @@ struct Int8Weights {
     const char* matrices[Matrices];
     for (int m = 0; m < Matrices; ++m) matrices[m] = reinterpret_cast<const char*>(weights[m].values);
     multiply<Int8Words>(call, matrices, pool, [&](int64_t t, int64_t column, int64_t count, const Ints (&sums)[Matrices]) {
+      // Sums that are too large by 128 times the row's wrap around, and back.
       Floats results[Matrices];
       for (int m = 0; m < Matrices; ++m) {
-        const Floats product = __builtin_convertvector(sums[m] - (row_of[t].sum << 7), Floats) * row_of[t].scale;
-        results[m] = product * load_floats(weights[m].scales + column, count);
+        const Ints exact = (Ints)((Words)sums[m] - 128u * static_cast<uint32_t>(row_of[t].sum));
+        const Floats scales = load_floats(weights[m].scales + column, count) * row_of[t].scale;
+        results[m] = __builtin_convertvector(exact, Floats) * scales;
       }
       put(t, column, count, results);
     });

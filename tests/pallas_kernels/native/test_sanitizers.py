@@ -8,7 +8,7 @@ import pytest
 
 import pallas_kernels
 
-CHECK = Path(__file__).with_name("kernels_check.cc")
+CHECKS = ("kernels_check.cc", "matmul_check.cc")
 KERNELS = Path(pallas_kernels.__file__).parent
 BUILDS = {
     "address,undefined": ("-O1", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -38,14 +38,15 @@ def compile_with(flags: tuple[str, ...], source: Path, output: Path) -> subproce
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("build", BUILDS)
-def test_the_kernels_are_clean(build: str, tmp_path: Path) -> None:
+def test_the_kernels_are_clean(build: str, check: str, tmp_path: Path) -> None:
     trivial = tmp_path / "trivial.cc"
     trivial.write_text("int main() { return 0; }\n")
     tried = compile_with(BUILDS[build], trivial, tmp_path / "trivial")
     if tried.returncode != 0 or subprocess.run([tmp_path / "trivial"], check=False).returncode != 0:
         pytest.skip(f"this machine cannot build or run {build}")
-    built = compile_with(BUILDS[build], CHECK, tmp_path / "check")
+    built = compile_with(BUILDS[build], Path(__file__).with_name(check), tmp_path / "check")
     assert built.returncode == 0, built.stderr[-3000:]
     ran = subprocess.run([tmp_path / "check"], capture_output=True, text=True, check=False, timeout=250)
     assert ran.returncode == 0, ran.stdout[-1500:] + ran.stderr[-3000:]

@@ -1,0 +1,61 @@
+"""Packed weights: their bytes are the plain ones' in another order, and the matmul reads both alike."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.matmul import matmul, reshape_weight
+from pallas_kernels.packed_weight.weight import PackedWeight, can_pack, pack
+from pallas_kernels.quantized_matmul.weights import quantize
+
+
+def weight(kind: str, *shape: int) -> Any:
+    values = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    return (
+        jax.tree.map(jnp.asarray, quantize(values, "int8", rotated=True))
+        if kind == "int8"
+        else jnp.asarray(values, kind)
+    )
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(2, 48, 64), (1, 500, 68), (3, 7, 12)])
+def test_a_packed_weight_multiplies_like_the_plain_one(kind: str, shape: tuple[int, ...]) -> None:
+    dtype = "bfloat16" if kind == "bfloat16" else "float32"
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((11, shape[-1])), dtype)
+    for layer in range(shape[0]):
+        plain = matmul(x, weight(kind, *shape), jnp.int32(layer), backend="cpu_native")
+        got = matmul(x, pack(weight(kind, *shape), shape), jnp.int32(layer), backend="cpu_native")
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(plain))
+
+
+def test_only_the_order_of_the_bytes_changes_and_no_copy_is_made() -> None:
+    before = weight("bfloat16", 2, 500, 4, 16)
+    address, content = before.unsafe_buffer_pointer(), np.sort(np.asarray(before).view(np.uint16), axis=None)
+    packed = pack(before, (2, 500, 64))
+    assert packed.shape == (2, 500, 64)
+    assert isinstance(packed.plain, jax.Array)
+    assert packed.plain.unsafe_buffer_pointer() == address
+    np.testing.assert_array_equal(np.sort(np.asarray(packed.plain).view(np.uint16), axis=None), content)
+
+
+def test_a_packed_weight_keeps_its_meaning_when_reshaped() -> None:
+    x = jnp.ones((3, 64))
+    packed = pack(weight("float32", 2, 100, 64), (2, 100, 64))
+    reshaped = reshape_weight(reshape_weight(packed, 2, 10, 10, 64), 2, 100, 64)
+    assert isinstance(reshaped, PackedWeight)
+    wanted = matmul(x, packed, jnp.int32(1), backend="cpu_native")
+    np.testing.assert_array_equal(
+        np.asarray(matmul(x, reshaped, jnp.int32(1), backend="cpu_native")), np.asarray(wanted)
+    )
+
+
+def test_rows_that_are_not_whole_words_are_refused() -> None:
+    assert can_pack(weight("bfloat16", 1, 8, 6), (1, 8, 6))
+    assert not can_pack(weight("bfloat16", 1, 8, 7), (1, 8, 7))
+    assert not can_pack(quantize(np.ones((1, 8, 64), np.float32), "fp8_e4m3"), (1, 8, 64))
+    with pytest.raises(ValueError, match=r"a weight of shape \(1, 8, 6\) cannot be packed"):
+        pack(weight("int8", 1, 8, 6), (1, 8, 6))
