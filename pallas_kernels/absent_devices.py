@@ -1,4 +1,4 @@
-"""Chips that are not here: devices to compile for, and what each chip can do by its data sheet.
+"""Chips that are not here: how to compile for them, and what each chip can do by its data sheet.
 
 TPUs need libtpu, NVIDIA chips the CUDA plugin of JAX with nvcc's ptxas (`pip install 'jaxkv[aot]'` brings both); neither needs a
 driver. Both compile on x86-64 Linux only.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 H100_TARGET = """
 platform_name: "CUDA"
@@ -110,3 +113,17 @@ def without_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+
+
+def mesh_of_one(chip: str) -> Mesh:
+    """A mesh of one absent device: what is traced under it is traced for that chip."""
+    return Mesh(np.array(absent_devices(chip)), ("device",))
+
+
+def compile_for(chip: str, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
+    """`function` compiled for one absent device and arguments like `args`, arrays or shapes."""
+    mesh = mesh_of_one(chip)
+    placed = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
+    with without_compilation_cache(), jax.set_mesh(mesh):
+        return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()

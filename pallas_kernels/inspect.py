@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from pallas_kernels.absent_devices import CHIPS, why_unavailable
+from pallas_kernels.absent_devices import CHIPS
 from pallas_kernels.inspection.calls import OPS, Shape
-from pallas_kernels.inspection.tpu_kernels import TPUKernel, tpu_kernels
+from pallas_kernels.inspection.compile_call import Inspection, inspect_call
+from pallas_kernels.inspection.nvidia import KernelReport
+from pallas_kernels.inspection.tpu_kernels import TPUKernel
 from pallas_kernels.kv_layout import QUANTIZED_DTYPES
 
 _POOL = ("dtype", "page", "static_scales", "num_kv_heads", "head_dim", "seqs")
@@ -37,57 +33,6 @@ READS: dict[str, tuple[str, ...]] = {
 """The fields of a shape that an op depends on."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Inspection:
-    """problem: why it did not compile, None if it did. floor_us: of the call on the chip; bound: what that floor comes from."""
-
-    chip: str
-    op: str
-    shape: Shape
-    problem: str | None = None
-    flops: float = 0
-    bytes: float = 0
-    floor_us: float = 0
-    bound: str = ""
-    temporary_bytes: int = 0
-    tpu: tuple[TPUKernel, ...] = ()
-    nvidia: tuple[dict[str, Any], ...] = ()
-
-
-def inspect_call(chip: str, op: str, shape: Shape) -> Inspection:
-    """Compiles one call in a process of its own. Raises RuntimeError where nothing can be compiled for the chip."""
-    if reason := why_unavailable(chip):
-        raise RuntimeError(f"cannot compile for {chip}: {reason}")
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true",
-        }
-        arguments = [chip, op, json.dumps(dataclasses.asdict(shape))]
-        command = [sys.executable, "-m", "pallas_kernels.inspection.compile_call", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return Inspection(chip, op, shape, problem=lines[-1] if lines else f"exit status {done.returncode}")
-        said = json.loads(done.stdout.splitlines()[-1])
-        on_tpu = CHIPS[chip].platform == "tpu"
-        kernels = tuple(tpu_kernels(Path(folder), chip)) if on_tpu else ()
-    floor, bound = _floor(chip, said["flops"], said["bytes"], said["products"])
-    return Inspection(
-        chip, op, shape, None, said["flops"], said["bytes"], floor, bound, said["temporary_bytes"], kernels,
-        tuple(said["kernels"]),
-    )  # fmt: skip
-
-
-def _floor(chip: str, flops: float, moved: float, products: str) -> tuple[float, str]:
-    """Microseconds, and whether bytes or FLOPs set them."""
-    kind = CHIPS[chip]
-    rate = kind.flops if products == "bfloat16" else kind.flops8
-    seconds = {"bytes": moved / kind.hbm_rate, "flops": flops / rate}
-    bound = max(seconds, key=lambda name: seconds[name])
-    return seconds[bound] * 1e6, bound
-
-
 def describe(inspection: Inspection) -> str:
     """A few lines: the call, then a row for each kernel."""
     shape, defaults = dataclasses.asdict(inspection.shape), dataclasses.asdict(Shape())
@@ -96,40 +41,39 @@ def describe(inspection: Inspection) -> str:
     title = " ".join([inspection.chip, inspection.op, *(f"{name}={shape[name]}" for name in shown)])
     if inspection.problem:
         return f"{title}\n  does not compile: {inspection.problem}"
+    floor, bound = inspection.floor()
     head = (
         f"{title}\n  compiled; {inspection.flops:.3g} FLOPs, {inspection.bytes:.3g} bytes, at least "
-        f"{inspection.floor_us:.1f} us (by its {inspection.bound}); {inspection.temporary_bytes / 2**20:.1f} MiB of temporaries"
+        f"{floor:.1f} us (by its {bound}); {inspection.temporary_bytes / 2**20:.1f} MiB of temporaries"
     )
-    rows = [_tpu_row(kernel) for kernel in inspection.tpu] + [_nvidia_row(kernel) for kernel in inspection.nvidia]
+    rows = [_tpu_row(kernel) if isinstance(kernel, TPUKernel) else _nvidia_row(kernel) for kernel in inspection.kernels]
     return "\n".join([head, *_table(rows)])
 
 
 def _tpu_row(kernel: TPUKernel) -> dict[str, str]:
-    def shown(value: float | None, form: str = "d") -> str:
-        return "-" if value is None else format(value, form)
-
+    steady = kernel.steady
     return {
         "kernel": kernel.name,
         "VMEM MiB": f"{kernel.vmem_bytes / 2**20:.1f}",
         "spills": str(kernel.spills),
         "bundles": str(kernel.bundles),
-        "loop bundles": shown(kernel.loop_bundles),
-        "loop cycles": shown(kernel.loop_cycles),
-        "loop bytes": shown(kernel.loop_bytes),
-        "cycles / bytes' cycles": shown(kernel.ratio, ".2f"),
+        "loop bundles": "-" if steady is None else str(steady.bundles),
+        "loop cycles": "-" if steady is None else str(steady.cycles),
+        "loop bytes": "-" if steady is None else str(steady.dma_bytes),
+        "cycles / bytes' cycles": "-" if steady is None else f"{steady.ratio():.2f}",
     }
 
 
-def _nvidia_row(kernel: dict[str, Any]) -> dict[str, str]:
+def _nvidia_row(kernel: KernelReport) -> dict[str, str]:
     return {
-        "kernel": kernel["name"],
-        "registers": str(kernel["registers"]),
-        "spill bytes": str(kernel["spill_bytes"]),
-        "stack bytes": str(kernel["stack_bytes"]),
-        "shared bytes": str(kernel["shared_bytes"]),
-        "wgmma": str(kernel["wgmma"]),
-        "TMA": str(kernel["tensor_copies"]),
-        "local memory": str(kernel["local_instructions"]),
+        "kernel": kernel.name,
+        "registers": str(kernel.registers),
+        "spill bytes": str(kernel.spill_bytes),
+        "stack bytes": str(kernel.stack_bytes),
+        "shared bytes": str(kernel.shared_bytes),
+        "wgmma": str(kernel.wgmma),
+        "TMA": str(kernel.tensor_copies),
+        "local memory": str(kernel.local_instructions),
     }
 
 

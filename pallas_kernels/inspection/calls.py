@@ -17,6 +17,7 @@ from pallas_kernels.page_copy.api import copy_pages
 from pallas_kernels.quantized_matmul.api import quantized_matmul
 from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight
 from pallas_kernels.ragged_paged_attention.api import check_supported, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import make_plan
 
 LAYERS = 2
 
@@ -48,7 +49,7 @@ class Shape:
 class Call:
     """function(*args) is the op; args are ShapeDtypeStructs, those in `donate` are given away. flops, bytes: what the op needs at least.
 
-    products: the dtype whose peak rate bounds the flops.
+    products: the dtype whose peak rate bounds the flops. block_tokens: that the TPU's decode kernel takes in one pass of its loop.
     """
 
     function: Callable[..., Any]
@@ -57,6 +58,7 @@ class Call:
     bytes: float
     products: str = "bfloat16"
     donate: tuple[int, ...] = ()
+    block_tokens: int | None = None
 
 
 def _array(*dims: int, dtype: Any = jnp.int32) -> Any:
@@ -100,12 +102,16 @@ def attention(shape: Shape, backend: Backend) -> Call:
     def call(q: jax.Array, kv: KVPages, *tables: jax.Array) -> jax.Array:
         return ragged_paged_attention(q, kv, *tables, layout=layout, scale=D**-0.5, backend=backend)
 
+    block_tokens = None
+    if backend == "mosaic_tpu":
+        block_tokens = make_plan(layout, num_heads=H, num_tokens=T, pages_per_seq=pages_per_seq).block_tokens
     tables = (_array(), _array(S, pages_per_seq), _array(S + 1), _array(S), _array())
     return Call(
         call,
         (_array(T, H, D, dtype=jnp.bfloat16), _pool(layout, S * pages_per_seq), *tables),
         flops=4 * S * H * D * _visible(shape),
         bytes=S * shape.context * layout.bytes_per_token / LAYERS + 2 * T * H * D * 2,
+        block_tokens=block_tokens,
     )
 
 

@@ -8,15 +8,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.absent_devices import absent_devices, without_compilation_cache
+from pallas_kernels.absent_devices import compile_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +36,14 @@ class KernelReport:
     serialized: bool
 
 
-@cache
-def h100_mesh() -> Mesh:
-    """A mesh of one H100 that is not here. Raises what JAX raises when its CUDA plugin cannot be loaded."""
-    return Mesh(np.array(absent_devices("h100")), ("device",))
-
-
 def compile_for_h100(
     function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
 ) -> tuple[Any, list[KernelReport]]:
     """Compiles `function` for arguments like `args` (arrays or shapes); returns it with a report on each Mosaic kernel
     in it."""
-    mesh = h100_mesh()
-    placed = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), args)
     jax.clear_caches()  # a kernel that was lowered before leaves no report
-    with tempfile.TemporaryDirectory() as folder, _dumping_to(folder), without_compilation_cache(), jax.set_mesh(mesh):
-        compiled = jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+    with tempfile.TemporaryDirectory() as folder, _dumping_to(folder):
+        compiled = compile_for("h100", function, *args, donate=donate)
         reports = [_report(ptx) for ptx in sorted(Path(folder).glob("*.ptx"))]
     return compiled, reports
 

@@ -14,32 +14,19 @@ from pallas_kernels.inspection.scoreboard import CoreTiming, cycles
 
 
 @dataclasses.dataclass(frozen=True)
-class ChipRates:
-    """Rates of one chip with one core; clocks are inferred from the published peak FLOP/s."""
-
-    hbm_bytes_per_second: float
-    clock_hz: float
-
-    @property
-    def bytes_per_cycle(self) -> float:
-        return self.hbm_bytes_per_second / self.clock_hz
-
-
-RATES = {"v5e": ChipRates(819e9, 1.5e9), "v6e": ChipRates(1640e9, 1.75e9)}
-
-
-@dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Of one pass of the steady loop (a KV block), and what is spent once per item around it."""
+    """Of one pass of the steady loop (a KV block): bundles, cycles with stalls, and bytes copied with the cycles that these take at
+    the chip's HBM rate. item_cycles: spent around the loop, once per item."""
 
     bundles: int
     cycles: int
     dma_bytes: int
+    dma_cycles: float
     item_cycles: int
 
-    def ratio(self, rates: ChipRates, blocks_per_item: float = float("inf")) -> float:
+    def ratio(self, blocks_per_item: float = float("inf")) -> float:
         """Core cycles over copy cycles: below 1, the kernel is bound by memory."""
-        return (self.cycles + self.item_cycles / blocks_per_item) / (self.dma_bytes / rates.bytes_per_cycle)
+        return (self.cycles + self.item_cycles / blocks_per_item) / self.dma_cycles
 
 
 def _matmuls(schedule: Schedule, span: Span) -> int:
@@ -95,4 +82,5 @@ def roofline(schedule: Schedule, timing: CoreTiming) -> Roofline:
         edges = [region for region in schedule.regions if parent.contains(region) and not region.contains(loop)]
         edges = [region for region in edges if any(region.contains(other) for other in schedule.loops)]
         item_cycles = cycles(_without(schedule, parent, [loop, *edges]), timing)
-    return Roofline(len(steady), cycles(steady, timing), _copied_bytes(steady), item_cycles)
+    copied = _copied_bytes(steady)
+    return Roofline(len(steady), cycles(steady, timing), copied, copied / timing.bytes_per_cycle, item_cycles)

@@ -10,13 +10,16 @@ import collections
 import dataclasses
 import re
 
+from pallas_kernels.absent_devices import CHIPS
 from pallas_kernels.inspection.llo_bundles import Bundle
 
 
 @dataclasses.dataclass(frozen=True)
 class CoreTiming:
-    """Latencies and occupancies in cycles."""
+    """Latencies and occupancies in cycles. clock_hz is inferred from the published peak FLOP/s."""
 
+    hbm_rate: float  # bytes per second
+    clock_hz: float
     matmul_latency: int
     cross_lane_latency: int
     results_per_matmul: int  # result pops of one 8-row (32-bit) matmul; a packed one returns twice as many
@@ -27,12 +30,25 @@ class CoreTiming:
     transcendental_latency: int = 6
     bounds_check: int = 3
 
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Of HBM."""
+        return self.hbm_rate / self.clock_hz
+
 
 TIMINGS = {
     "v5e": CoreTiming(
-        matmul_latency=125, cross_lane_latency=115, results_per_matmul=1, matmul_cycles=8, cross_lane_cycles=8
+        hbm_rate=CHIPS["v5e"].hbm_rate,
+        clock_hz=1.5e9,
+        matmul_latency=125,
+        cross_lane_latency=115,
+        results_per_matmul=1,
+        matmul_cycles=8,
+        cross_lane_cycles=8,
     ),
     "v6e": CoreTiming(
+        hbm_rate=CHIPS["v6e"].hbm_rate,
+        clock_hz=1.75e9,
         matmul_latency=192,
         cross_lane_latency=137,
         results_per_matmul=2,

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from pallas_kernels.inspection.llo_bundles import find_schedule, parse_schedule
-from pallas_kernels.inspection.roofline import RATES, roofline
-from pallas_kernels.inspection.scoreboard import TIMINGS
+from pallas_kernels.inspection.llo_bundles import Schedule, find_schedule, parse_schedule
+from pallas_kernels.inspection.roofline import Roofline, roofline
+from pallas_kernels.inspection.scoreboard import TIMINGS, cycles
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TPUKernel:
-    """spills, fills: vector registers to VMEM and back, in the whole kernel. loop_*: of one pass of the steady loop, with stalls; None
-    where the kernel has no loop that copies and multiplies, or the chip's timings are not known. ratio: loop_cycles over the
-    cycles that loop_bytes take at the chip's HBM rate: below 1, the kernel is bound by memory."""
+    """spills: vector registers to VMEM, in the whole kernel. compiler_cycles: of every bundle once, by the compiler's count; cycles:
+    by the scoreboard's, None where the chip's timings are not known. steady: None there too, and where the kernel has no
+    loop that copies and multiplies."""
 
     name: str
     vmem_bytes: int
     spills: int
-    fills: int
     bundles: int
-    loop_bundles: int | None = None
-    loop_cycles: int | None = None
-    loop_bytes: int | None = None
-    ratio: float | None = None
+    compiler_cycles: int
+    cycles: int | None = None
+    steady: Roofline | None = None
 
 
 def tpu_kernels(dump: Path, chip: str) -> list[TPUKernel]:
@@ -43,29 +41,25 @@ def tpu_kernels(dump: Path, chip: str) -> list[TPUKernel]:
 
 def _kernel(dump: Path, chip: str, name: str, section: str) -> TPUKernel | None:
     try:
-        path = find_schedule(dump, name)
+        schedule = parse_schedule(find_schedule(dump, name))
     except FileNotFoundError:
         return None  # XLA's own custom calls have no schedule of their own
-    schedule = parse_schedule(path)
-    counts = {key: int(used) for key, used in re.findall(r"- (\w+): \((\d+)/\d+\)", section)}
+    counts = {key: (int(used), int(slots)) for key, used, slots in re.findall(r"- (\w+): \((\d+)/(\d+)\)", section)}
     used = re.search(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', section)
-    kernel = TPUKernel(
+    timing = TIMINGS.get(chip)
+    return TPUKernel(
         name,
         vmem_bytes=int(used[1]) if used else 0,
-        spills=counts["VMEM_SPILL_COUNT"],
-        fills=counts["VMEM_FILL_COUNT"],
+        spills=counts["VMEM_SPILL_COUNT"][0],
         bundles=len(schedule.bundles),
+        compiler_cycles=counts["SCALAR_ALU"][1] // 2,  # two scalar slots per cycle
+        cycles=None if timing is None else cycles(schedule.bundles, timing),
+        steady=_steady(schedule, chip),
     )
-    if chip not in TIMINGS:
-        return kernel
+
+
+def _steady(schedule: Schedule, chip: str) -> Roofline | None:
     try:
-        steady = roofline(schedule, TIMINGS[chip])
-    except ValueError:
-        return kernel
-    return dataclasses.replace(
-        kernel,
-        loop_bundles=steady.bundles,
-        loop_cycles=steady.cycles,
-        loop_bytes=steady.dma_bytes,
-        ratio=steady.ratio(RATES[chip]),
-    )
+        return roofline(schedule, TIMINGS[chip])
+    except (KeyError, ValueError):
+        return None

@@ -43,8 +43,10 @@ def write_kv(
 def _write_on_tpu(
     kv: KVPages, layer: Array, keys: Array, values: Array, pages: Array, offsets: Array, layout: KVLayout
 ) -> KVPages:
-    """Rows through the kernel, which takes them as floats; scales, a few numbers a row, through XLA."""
-    keys, values, scales = reference.stored(kv, layer, keys, values, pages, offsets, layout=layout)
+    """The kernel takes rows as floats, and the scales of a token as one row."""
+    keys, values, new = reference.stored(kv, layer, keys, values, layout=layout)
     rows = kv_orders_tpu.join(keys, values).astype(jnp.float32 if layout.dtype == "float32" else jnp.bfloat16)
-    trash_page = kv.pages.shape[1] - 1
-    return KVPages(mosaic_tpu.write_rows(kv.pages, layer, rows, pages, offsets, trash_page=trash_page), scales)
+    if new is None:
+        return KVPages(mosaic_tpu.write(kv.pages, None, layer, rows, None, pages, offsets)[0], kv.scales)
+    scales = jnp.stack(new, axis=-1).reshape(rows.shape[0], -1)
+    return KVPages(*mosaic_tpu.write(kv.pages, kv.scales, layer, rows, scales, pages, offsets))

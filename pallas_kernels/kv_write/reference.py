@@ -21,33 +21,28 @@ def write(
     layout: KVLayout,
 ) -> KVPages:
     """Contract: `pallas_kernels.kv_write.api`."""
-    keys, values, scales = stored(kv, layer, keys, values, pages, offsets, layout=layout)
+    keys, values, new = stored(kv, layer, keys, values, layout=layout)
+    scales = kv.scales
+    if scales is not None and new is not None:
+        scales = _scatter_scales(scales, layer, *new, pages, offsets, layout)
     return KVPages(_scatter(kv.pages, layer, keys, values, pages, offsets, layout), scales)
 
 
 def stored(
-    kv: KVPages,
-    layer: Int[Array, ""],
-    keys: Float[Array, "T K D"],
-    values: Float[Array, "T K D"],
-    pages: Int[Array, " T"],
-    offsets: Int[Array, " T"],
-    *,
-    layout: KVLayout,
-) -> tuple[Array, Array, Array | None]:
-    """Keys and values as the pool stores them, and the pool's scales with those of the new tokens."""
+    kv: KVPages, layer: Int[Array, ""], keys: Float[Array, "T K D"], values: Float[Array, "T K D"], *, layout: KVLayout
+) -> tuple[Array, Array, tuple[Float[Array, "T K"], Float[Array, "T K"]] | None]:
+    """Keys and values as the pool stores them, and their scales where each token has its own."""
     if kv.scales is None:
         return keys, values, None
-    if layout.scales == "static":
+    own = layout.scales == "token"
+    if own:
+        key_scales, value_scales = token_scales(keys, layout.dtype), token_scales(values, layout.dtype)
+    else:
         static = kv.scales[layer]
         key_scales, value_scales = static[0][None, :], static[1][None, :]
-        scales = kv.scales
-    else:
-        key_scales, value_scales = token_scales(keys, layout.dtype), token_scales(values, layout.dtype)
-        scales = _scatter_scales(kv.scales, layer, key_scales, value_scales, pages, offsets, layout)
     keys = quantize(keys, key_scales[..., None], layout.dtype)
     values = quantize(values, value_scales[..., None], layout.dtype)
-    return keys, values, scales
+    return keys, values, (key_scales, value_scales) if own else None
 
 
 def _scatter(

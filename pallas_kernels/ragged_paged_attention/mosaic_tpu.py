@@ -26,6 +26,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import (
     numbers_of,
 )
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan, make_plan
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import Pool, Tables
 
 MAX_TABLE_ENTRIES = 196_608
 """768 KiB of a core's 1 MiB of scalar memory."""
@@ -63,7 +64,8 @@ def attend(
             f"{MAX_TABLE_ENTRIES} entries; use larger pages, fewer sequences or a shorter max_model_len"
         )
     q_lens = jnp.where(jnp.arange(S) < num_seqs, jnp.diff(cu_q_lens), 0)
-    shared = (kv_lens, page_table.reshape(-1), layer, kv.pages, kv.scales if has_token_scales else None)
+    shared = (kv_lens, page_table.reshape(-1), layer)
+    pool = Pool(kv.pages, kv.scales if has_token_scales else None)
     soft_cap = None if logit_soft_cap is None else logit_soft_cap * LOG2E
     options = {"plan": plan, "sliding_window": sliding_window, "soft_cap": soft_cap, "interpret": interpret}
 
@@ -74,14 +76,13 @@ def attend(
     items = (order, _first_page(kv_lens[order] - 1, sliding_window, plan), -(-kv_lens[order] // plan.page_size))
     rows = jnp.where(is_decode[order], cu_q_lens[order], T)
     queries = _block_diagonal(q.at[rows].get(mode="fill", fill_value=0), plan, numbers)
-    decoded = decode_kernel.decode(queries, _decode_constants(constants, plan), items, num_decodes, *shared, **options)
+    tables = Tables(*items, num_decodes, *shared)
+    decoded = decode_kernel.decode(queries, _decode_constants(constants, plan), tables, pool, **options)
     decoded = decoded[:, :, : plan.heads_per_group * plan.queries_per_kv, plan.value_lane :].reshape(S, *q.shape[1:])
     out = jnp.zeros_like(q).at[rows].set(decoded, mode="drop")
     if T == 1:
         return out
-    return prefill_kernel.prefill(
-        out, q, constants, cu_q_lens, q_lens, *shared, numbers=numbers, **options,
-    )  # fmt: skip
+    return prefill_kernel.prefill(out, q, constants, cu_q_lens, q_lens, *shared, pool, numbers=numbers, **options)
 
 
 def _first_page(query_at: Int[Array, " N"], sliding_window: int | None, plan: Plan) -> Int[Array, " N"]:

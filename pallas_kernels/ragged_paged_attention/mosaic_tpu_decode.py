@@ -9,6 +9,7 @@ until the end; the only cross-lane operation of a block is one maximum per group
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,12 +18,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, Numbers, across, dot, numbers_of
+from pallas_kernels.ragged_paged_attention import mosaic_tpu_softmax as softmax
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import Numbers, across, dot, numbers_of
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import scratch_shapes, streamed_scales
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import (
+    Buffers,
+    KVStream,
+    Pool,
+    Tables,
+    buffers,
+    compiler_params,
+    stream_of,
+)
 
 KERNEL_NAME = "ragged_paged_attention_decode"
 STRETCH = 256
@@ -33,13 +42,8 @@ KEY_FACTOR, VALUE_FACTOR, START_TOP, START_TOTAL = range(4)
 def decode(
     q: Float[Array, "N groups rows lanes"],
     row_constants: Float[Array, "four groups rows lanes"],
-    items: tuple[Int[Array, " N"], ...],
-    num_items: Int[Array, " one"],
-    kv_lens: Int[Array, " S"],
-    page_table: Int[Array, " S*W"],
-    layer: Int[Array, " one"],
-    pages: Array,
-    token_scales: Array | None,
+    tables: Tables,
+    pool: Pool,
     *,
     plan: Plan,
     sliding_window: int | None,
@@ -49,174 +53,135 @@ def decode(
     """Attention of one query per item. Outputs of items from `num_items` on are undefined.
 
     q: block-diagonal queries times 2^gain. row_constants: see `KEY_FACTOR` etc.; factors in units of log2, one per row.
-    items: (sequence, first page, end page) of each item. token_scales: None unless scales are per token and head.
     """
     N, groups, rows, lanes = q.shape
-    numbers = numbers_of(pages.dtype)
-    kernel = functools.partial(
-        _kernel,
-        plan=plan,
-        pages_per_seq=page_table.shape[0] // kv_lens.shape[0],
-        numbers=numbers,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        has_token_scales=token_scales is not None,
-    )
+    numbers = numbers_of(pool.pages.dtype)
 
-    def item_block(i: Any, *prefetched: Any) -> tuple[Any, int, int, int]:
-        return (jnp.minimum(i, jnp.maximum(prefetched[3][0] - 1, 0)), 0, 0, 0)
+    def kernel(
+        tables: Tables, q: Any, constants: Any, pool: Pool, out: Any, state: softmax.Softmax, held: Buffers
+    ) -> None:
+        stream = stream_of(plan, numbers, tables, pool, held)
+        item = pl.program_id(0)
+        step = _Item(plan, numbers, sliding_window, soft_cap, item, stream, q, constants, state, out)
+        pl.when(item < tables.num_items[0])(step.attend)
 
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    scale_inputs = [] if token_scales is None else [token_scales]
-    scratch = [
-        pltpu.VMEM((plan.slots, plan.block_tokens, plan.page_lanes), pages.dtype),
-        pltpu.VMEM((groups, rows, LANES), jnp.float32),
-        pltpu.VMEM((groups, rows, LANES), jnp.float32),
-        pltpu.VMEM((groups, rows, lanes), jnp.float32),
-        pltpu.SemaphoreType.DMA((plan.slots,)),
-        pltpu.SMEM((CURSOR_SIZE,), jnp.int32),
-        *([] if token_scales is None else scratch_shapes(plan, numbers)),
-    ]
+    def item_block(i: Any, tables: Tables) -> tuple[Any, int, int, int]:
+        return (jnp.minimum(i, jnp.maximum(tables.num_items[0] - 1, 0)), 0, 0, 0)
+
     call = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((N, groups, rows, plan.head_lanes), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=1,
             grid=(N,),
             in_specs=[
                 pl.BlockSpec((1, groups, rows, lanes), item_block),
                 pl.BlockSpec(row_constants.shape, lambda *_: (0, 0, 0, 0)),
-                in_hbm,
-                *[in_hbm for _ in scale_inputs],
+                pool.specs,
             ],
             out_specs=pl.BlockSpec((1, groups, rows, plan.head_lanes), item_block),
-            scratch_shapes=scratch,
+            scratch_shapes=[softmax.scratch(groups, rows, lanes), buffers(plan, numbers, pool)],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=plan.vmem_limit, disable_bounds_checks=True
-        ),
+        compiler_params=compiler_params(plan),
         interpret=interpret,
         name=KERNEL_NAME,
     )
-    result: Array = call(*items, num_items, kv_lens, page_table, layer, q, row_constants, pages, *scale_inputs)
+    result: Array = call(tables, q, row_constants, pool)
     return result
 
 
-def _kernel(
-    seq_of: Any,
-    first_page: Any,
-    end_page: Any,
-    num_items: Any,
-    kv_lens: Any,
-    page_table: Any,
-    layer: Any,
-    q_ref: Any,
-    constants: Any,
-    pages: Any,
-    *rest: Any,
-    plan: Plan,
-    pages_per_seq: int,
-    numbers: Numbers,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    has_token_scales: bool,
-) -> None:
-    scales_hbm, rest = (rest[0], rest[1:]) if has_token_scales else (None, rest)
-    out_ref, kv_buf, top_ref, total_ref, acc_ref, sems, cursor, *scale_bufs = rest
-    scales = streamed_scales(plan, numbers, scales_hbm, *scale_bufs) if has_token_scales else None
-    stream = KVStream(
-        plan, pages_per_seq, layer, num_items, seq_of, first_page, end_page, page_table, pages, kv_buf, scales,
-        sems, cursor,
-    )  # fmt: skip
-    item = pl.program_id(0)
-    block_tokens = plan.block_tokens
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """One grid step. q, constants, out: references to VMEM."""
 
-    @pl.when(item == 0)
-    def _() -> None:
-        stream.start()
+    plan: Plan
+    numbers: Numbers
+    sliding_window: int | None
+    soft_cap: float | None
+    item: Any
+    stream: KVStream
+    q: Any
+    constants: Any
+    state: softmax.Softmax
+    out: Any
 
-    def fold(slot: Any, at: Any, width: int, valid: Any, window_start: Any, masked: bool) -> None:
+    def attend(self) -> None:
+        item, plan, tables = self.item, self.plan, self.stream.tables
+        kv_len = tables.kv_lens[tables.seq_of[item]]
+        begin, end = tables.first_page[item], tables.end_page[item]
+        self.state.top[...] = self.constants[START_TOP]
+        self.state.total[...] = self.constants[START_TOTAL]
+        self.state.acc[...] = jnp.zeros_like(self.state.acc)
+
+        def visit(step: Any, carry: None) -> None:  # noqa: ARG001
+            page = begin + step * plan.block_pages
+            slot = self.stream.next_block(jnp.minimum(plan.block_pages, end - page))
+            self._block(slot, kv_len, page * plan.page_size)
+
+        lax.fori_loop(0, pl.cdiv(end - begin, plan.block_pages), visit, None)
+        self._finish()
+
+    def _block(self, slot: Any, kv_len: Any, start: Any) -> None:
+        """Folds the block whose first token is at position `start`."""
+        block_tokens, window = self.plan.block_tokens, self.sliding_window
+        valid = kv_len - start
+        window_start = jnp.int32(0) if window is None else kv_len - window - start
+        whole = (valid >= block_tokens) & (window_start <= 0)
+
+        @pl.when(whole)
+        def _() -> None:
+            self._fold(slot, 0, block_tokens, valid, window_start, masked=False)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            # The ragged ends of a context go in short stretches, so that a short context costs little.
+            stop = pl.cdiv(jnp.minimum(valid, block_tokens), STRETCH)
+            self.stream.clean_tail(slot, valid, stop * STRETCH)
+
+            def visit_stretch(j: Any, carry: None) -> None:  # noqa: ARG001
+                at = pl.multiple_of(j * STRETCH, STRETCH)
+                self._fold(slot, at, STRETCH, valid, window_start, masked=True)
+
+            lax.fori_loop(jnp.maximum(window_start, 0) // STRETCH, stop, visit_stretch, None)
+
+    def _fold(self, slot: Any, at: Any, width: int, valid: Any, window_start: Any, masked: bool) -> None:
         """Folds tokens [at, at + width) of a block into the running softmax.
 
         Of the block, tokens [window_start, valid) are seen; all of the stretch are, unless it is masked.
         """
+        plan, numbers, scales = self.plan, self.numbers, self.stream.scales
         if scales is not None:
             scales.order(slot, at, width)
-        scores = []
-        for g in range(plan.groups):
-            keys = numbers.widen(_lanes_of(kv_buf, slot, pl.ds(at, width), plan, g, values=False))
-            dots = dot(q_ref[0, g].astype(jnp.float32), keys, 1, numbers.precision)
-            dots = dots * across(constants[KEY_FACTOR, g], width)
-            if scales is not None:
-                dots = dots * scales.rows(slot, g, at, width, values=False)
-            if soft_cap is not None:
-                dots = jnp.tanh(dots) * soft_cap
-            scores.append(dots)
+        scores = [self._scores(g, slot, at, width) for g in range(plan.groups)]
         seen = None
         if masked:
             token = at + numbers.token_of_column((plan.rows, width), 1)
             seen = (token < valid) & (token >= window_start)
-        for g in range(plan.groups):
-            score = scores[g] if seen is None else jnp.where(seen, scores[g], MASKED)
-            top = top_ref[g]
-            new_top = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-            weights = jnp.exp2(score - across(new_top - float(numbers.gain), width))
-            if seen is not None:
-                weights = jnp.where(seen, weights, 0.0)
-            shrink = jnp.exp2(top - new_top)
-            chunks = [weights[:, i : i + LANES] for i in range(0, width, LANES)]
-            top_ref[g] = new_top
-            total_ref[g] = total_ref[g] * shrink + functools.reduce(jnp.add, chunks)
-            if scales is not None:
-                weights *= scales.rows(slot, g, at, width, values=True)
-                if seen is not None:
-                    weights = jnp.where(seen, weights, 0.0)
-            values = numbers.widen(_lanes_of(kv_buf, slot, pl.ds(at, width), plan, g, values=True))
-            acc_ref[g] = acc_ref[g] * across(shrink, plan.group_lanes) + dot(weights, values, 0, numbers.precision)
+        for g, score in enumerate(scores):
+            own = None if scales is None else functools.partial(scales.rows, slot, g, at, width, values=True)
+            weights, shrink = self.state.weigh(g, score, seen, own, numbers)
+            values = numbers.widen(_lanes_of(self.stream.kv_buf, slot, pl.ds(at, width), plan, g, values=True))
+            self.state.add(g, weights, shrink, values, numbers)
 
-    @pl.when(item < num_items[0])
-    def _() -> None:
-        kv_len = kv_lens[seq_of[item]]
-        begin, end = first_page[item], end_page[item]
-        top_ref[...] = constants[START_TOP]
-        total_ref[...] = constants[START_TOTAL]
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+    def _scores(self, group: int, slot: Any, at: Any, width: int) -> jax.Array:
+        keys = _lanes_of(self.stream.kv_buf, slot, pl.ds(at, width), self.plan, group, values=False)
+        queries = self.q[0, group].astype(jnp.float32)
+        dots = dot(queries, self.numbers.widen(keys), 1, self.numbers.precision)
+        dots = dots * across(self.constants[KEY_FACTOR, group], width)
+        if self.stream.scales is not None:
+            dots = dots * self.stream.scales.rows(slot, group, at, width, values=False)
+        return dots if self.soft_cap is None else jnp.tanh(dots) * self.soft_cap
 
-        def visit(step: Any, carry: None) -> None:  # noqa: ARG001
-            page = begin + step * plan.block_pages
-            slot = stream.next_block(jnp.minimum(plan.block_pages, end - page))
-            start = page * plan.page_size
-            valid = kv_len - start
-            window_start = jnp.int32(0) if sliding_window is None else kv_len - sliding_window - start
-            whole = (valid >= block_tokens) & (window_start <= 0)
-
-            @pl.when(whole)
-            def _() -> None:
-                fold(slot, 0, block_tokens, valid, window_start, masked=False)
-
-            @pl.when(jnp.logical_not(whole))
-            def _() -> None:
-                # The ragged ends of a context go in short stretches, so that a short context costs little.
-                stop = pl.cdiv(jnp.minimum(valid, block_tokens), STRETCH)
-                stream.clean_tail(slot, valid, stop * STRETCH)
-
-                def visit_stretch(j: Any, carry: None) -> None:  # noqa: ARG001
-                    at = pl.multiple_of(j * STRETCH, STRETCH)
-                    fold(slot, at, STRETCH, valid, window_start, masked=True)
-
-                lax.fori_loop(jnp.maximum(window_start, 0) // STRETCH, stop, visit_stretch, None)
-
-        lax.fori_loop(0, pl.cdiv(end - begin, plan.block_pages), visit, None)
-
+    def _finish(self) -> None:
+        plan = self.plan
         head_of_row = lax.broadcasted_iota(jnp.int32, (plan.rows, plan.head_lanes), 0) // plan.queries_per_kv
         for g in range(plan.groups):
-            total = jnp.sum(total_ref[g], axis=1, keepdims=True) * 2.0**-numbers.gain
-            out = acc_ref[g, :, : plan.head_lanes]
+            out = self.state.acc[g, :, : plan.head_lanes]
             for j in range(1, plan.heads_per_group):
                 lanes = slice(j * plan.head_lanes, (j + 1) * plan.head_lanes)
-                out = jnp.where(head_of_row == j, acc_ref[g, :, lanes], out)
-            factor = across(constants[VALUE_FACTOR, g], plan.head_lanes)
-            out_ref[0, g] = (out * factor / jnp.where(total == 0.0, 1.0, total)).astype(out_ref.dtype)
+                out = jnp.where(head_of_row == j, self.state.acc[g, :, lanes], out)
+            factor = across(self.constants[VALUE_FACTOR, g], plan.head_lanes)
+            self.out[0, g] = self.state.result(g, out, factor, self.numbers).astype(self.out.dtype)
 
 
 def _lanes_of(kv_buf: Any, slot: Any, tokens: Any, plan: Plan, group: int, *, values: bool) -> jax.Array:

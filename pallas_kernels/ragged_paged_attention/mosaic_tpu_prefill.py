@@ -9,23 +9,39 @@ Tiles of one sequence overrun into the rows of the next one; those rows are writ
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import MASKED, HeadConstants, Numbers, across, dot
+from pallas_kernels.ragged_paged_attention import mosaic_tpu_softmax as softmax
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import HeadConstants, Numbers, dot
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_scales import scratch_shapes, streamed_scales
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import CURSOR_SIZE, KVStream
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import (
+    Buffers,
+    KVStream,
+    Pool,
+    Tables,
+    buffers,
+    compiler_params,
+    stream_of,
+)
 
 KERNEL_NAME = "ragged_paged_attention_prefill"
 ALIGNMENT = 16
+
+
+class Tiles(NamedTuple):
+    """What an item is beside its pages: the first aligned row of its queries, and the position of the first one."""
+
+    row: Int[Array, " N"]
+    query_at: Int[Array, " N"]
 
 
 def prefill(
@@ -37,8 +53,7 @@ def prefill(
     kv_lens: Int[Array, " S"],
     page_table: Int[Array, " S*W"],
     layer: Int[Array, " one"],
-    pages: Array,
-    token_scales: Array | None,
+    pool: Pool,
     *,
     plan: Plan,
     numbers: Numbers,
@@ -48,36 +63,17 @@ def prefill(
 ) -> Float[Array, "T H D"]:
     """`out` with the rows of the sequences that have more than one query. Nothing runs where there is none."""
     T, H, D = q.shape
-    K, G, tile = plan.num_kv_heads, plan.queries_per_kv, plan.query_tile
-    several = q_lens > 1
-    tiles = jnp.where(several, -(-q_lens // tile), 0)
+    K, G = plan.num_kv_heads, plan.queries_per_kv
+    tiles = jnp.where(q_lens > 1, -(-q_lens // plan.query_tile), 0)
     tiles_until = jnp.cumsum(tiles, dtype=jnp.int32)
     num_items = tiles_until[-1:]
 
     def run(out: Array) -> Array:
-        S = q_lens.shape[0]
-        at_most = -(-T // tile) + min(S, T // 2)
-        item = jnp.arange(at_most, dtype=jnp.int32)
-        seq = jnp.minimum(jnp.searchsorted(tiles_until, item, side="right"), S - 1).astype(jnp.int32)
-        first_row = (item - (tiles_until[seq] - tiles[seq])) * tile
-        aligned = jnp.where(several, -(-q_lens // ALIGNMENT) * ALIGNMENT, 0)
+        aligned = jnp.where(q_lens > 1, -(-q_lens // ALIGNMENT) * ALIGNMENT, 0)
         aligned_start = jnp.cumsum(aligned, dtype=jnp.int32) - aligned
-        query_at = kv_lens[seq] - q_lens[seq] + first_row
-        last_at = jnp.minimum(query_at + tile, kv_lens[seq]) - 1
-        window = query_at + 1 if sliding_window is None else jnp.minimum(sliding_window, query_at + 1)
-        first_page = jnp.where(item < num_items, (query_at + 1 - window) // plan.page_size, 0)
-        items = (seq, first_page, last_at // plan.page_size + 1, aligned_start[seq] + first_row, query_at)
-
-        # Aligned rows and back: for each aligned row the token it holds, and for each token its aligned row.
-        aligned_rows = -(-(T + min(S, T // 2) * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT + tile
-        token = jnp.arange(T)
-        seq_of_token = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), S - 1)
-        mine = (
-            several[seq_of_token]
-            & (token >= cu_q_lens[seq_of_token])
-            & (token < cu_q_lens[seq_of_token] + q_lens[seq_of_token])
-        )
-        row_of_token = jnp.where(mine, aligned_start[seq_of_token] + token - cu_q_lens[seq_of_token], aligned_rows)
+        pages_of, items = _items(tiles, tiles_until, aligned_start, q_lens, kv_lens, T, plan, sliding_window)
+        tables = Tables(*pages_of, num_items, kv_lens, page_table, layer)
+        row_of_token, mine, aligned_rows = _aligned_rows(aligned_start, cu_q_lens, q_lens, T, plan)
         queries = (q * jnp.asarray(2.0**numbers.gain, q.dtype)).reshape(T, K, G, D)
         queries = jnp.pad(queries, ((0, 0), (0, 0), (0, 0), (0, plan.head_lanes - D)))
         q_rows = jnp.zeros((aligned_rows, K, G, plan.head_lanes), q.dtype).at[row_of_token].set(queries, mode="drop")
@@ -85,7 +81,7 @@ def prefill(
         starts = jnp.stack([constants.start_top, constants.start_total])
         starts = jnp.broadcast_to(starts[..., None, None], (2, K, G, 1, LANES)).at[1].multiply(jnp.arange(LANES) == 0)
         result = _call(
-            q_rows.transpose(1, 2, 0, 3), starts, factors, items, num_items, kv_lens, page_table, layer, pages, token_scales,
+            q_rows.transpose(1, 2, 0, 3), starts, factors, tables, items, pool,
             plan=plan, numbers=numbers, sliding_window=sliding_window, soft_cap=soft_cap, interpret=interpret,
         )  # fmt: skip
         result = result[..., plan.value_lane :].transpose(2, 0, 1, 3).reshape(aligned_rows, H, D)
@@ -95,17 +91,52 @@ def prefill(
     return result
 
 
+def _items(
+    tiles: Int[Array, " S"],
+    tiles_until: Int[Array, " S"],
+    aligned_start: Int[Array, " S"],
+    q_lens: Int[Array, " S"],
+    kv_lens: Int[Array, " S"],
+    num_tokens: int,
+    plan: Plan,
+    sliding_window: int | None,
+) -> tuple[tuple[Int[Array, " N"], Int[Array, " N"], Int[Array, " N"]], Tiles]:
+    """(sequence, first page, end page) of each item, and its queries."""
+    S, tile = q_lens.shape[0], plan.query_tile
+    at_most = -(-num_tokens // tile) + min(S, num_tokens // 2)
+    item = jnp.arange(at_most, dtype=jnp.int32)
+    seq = jnp.minimum(jnp.searchsorted(tiles_until, item, side="right"), S - 1).astype(jnp.int32)
+    first_row = (item - (tiles_until[seq] - tiles[seq])) * tile
+    query_at = kv_lens[seq] - q_lens[seq] + first_row
+    last_at = jnp.minimum(query_at + tile, kv_lens[seq]) - 1
+    window = query_at + 1 if sliding_window is None else jnp.minimum(sliding_window, query_at + 1)
+    first_page = jnp.where(item < tiles_until[-1], (query_at + 1 - window) // plan.page_size, 0)
+    return (seq, first_page, last_at // plan.page_size + 1), Tiles(aligned_start[seq] + first_row, query_at)
+
+
+def _aligned_rows(
+    aligned_start: Int[Array, " S"],
+    cu_q_lens: Int[Array, " S+1"],
+    q_lens: Int[Array, " S"],
+    num_tokens: int,
+    plan: Plan,
+) -> tuple[Int[Array, " T"], Bool[Array, " T"], int]:
+    """The aligned row of each token, whether it has one (the row of others is out of range), and how many rows there are."""
+    T, S = num_tokens, q_lens.shape[0]
+    rows = -(-(T + min(S, T // 2) * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT + plan.query_tile
+    token = jnp.arange(T)
+    seq = jnp.minimum(jnp.searchsorted(cu_q_lens[1:], token, side="right"), S - 1)
+    mine = (q_lens > 1)[seq] & (token >= cu_q_lens[seq]) & (token < cu_q_lens[seq] + q_lens[seq])
+    return jnp.where(mine, aligned_start[seq] + token - cu_q_lens[seq], rows), mine, rows
+
+
 def _call(
     q: Float[Array, "K G R lanes"],
     starts: Float[Array, "two K G one lanes"],
     factors: Float[Array, " two*K"],
-    items: tuple[Int[Array, " N"], ...],
-    num_items: Int[Array, " one"],
-    kv_lens: Int[Array, " S"],
-    page_table: Int[Array, " S*W"],
-    layer: Int[Array, " one"],
-    pages: Array,
-    token_scales: Array | None,
+    tables: Tables,
+    tiles: Tiles,
+    pool: Pool,
     *,
     plan: Plan,
     numbers: Numbers,
@@ -114,177 +145,147 @@ def _call(
     interpret: Any,
 ) -> Float[Array, "K G R lanes"]:
     K, G = q.shape[:2]
-    rows = G * plan.query_tile
-    kernel = functools.partial(
-        _kernel,
-        plan=plan,
-        pages_per_seq=page_table.shape[0] // kv_lens.shape[0],
-        numbers=numbers,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        has_token_scales=token_scales is not None,
-    )
+
+    def kernel(
+        tables: Tables, tiles: Tiles, factors: Any, starts: Any, q: Any, pool: Pool, out: Any, q_buf: Any, q_sem: Any,
+        state: softmax.Softmax, held: Buffers,
+    ) -> None:  # fmt: skip
+        stream = stream_of(plan, numbers, tables, pool, held)
+        item = pl.program_id(0)
+        refs = (tiles, factors, starts, q, q_buf, q_sem, state, out)
+        step = _Item(plan, numbers, sliding_window, soft_cap, item, stream, *refs)
+        pl.when(item < tables.num_items[0])(step.attend)
+
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    scale_inputs = [] if token_scales is None else [token_scales]
     call = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=10,
-            grid=(items[0].shape[0],),
-            in_specs=[
-                pl.BlockSpec(starts.shape, lambda *_: (0, 0, 0, 0, 0)),
-                in_hbm,
-                in_hbm,
-                *[in_hbm for _ in scale_inputs],
-            ],
+            num_scalar_prefetch=3,
+            grid=(tables.seq_of.shape[0],),
+            in_specs=[pl.BlockSpec(starts.shape, lambda *_: (0, 0, 0, 0, 0)), in_hbm, pool.specs],
             out_specs=in_hbm,
             scratch_shapes=[
-                pltpu.VMEM((plan.slots, plan.block_tokens, plan.page_lanes), pages.dtype),
                 pltpu.VMEM((K, G, plan.query_tile, plan.head_lanes), q.dtype),
-                pltpu.VMEM((K, rows, LANES), jnp.float32),
-                pltpu.VMEM((K, rows, LANES), jnp.float32),
-                pltpu.VMEM((K, rows, plan.head_lanes), jnp.float32),
-                pltpu.SemaphoreType.DMA((plan.slots,)),
                 pltpu.SemaphoreType.DMA,
-                pltpu.SMEM((CURSOR_SIZE,), jnp.int32),
-                *([] if token_scales is None else scratch_shapes(plan, numbers)),
+                softmax.scratch(K, G * plan.query_tile, plan.head_lanes),
+                buffers(plan, numbers, pool),
             ],
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=plan.vmem_limit, disable_bounds_checks=True
-        ),
+        compiler_params=compiler_params(plan),
         interpret=interpret,
         name=KERNEL_NAME,
     )
-    result: Array = call(*items, num_items, kv_lens, page_table, layer, factors, starts, q, pages, *scale_inputs)
+    result: Array = call(tables, tiles, factors, starts, q, pool)
     return result
 
 
-def _kernel(
-    seq_of: Any,
-    first_page: Any,
-    end_page: Any,
-    row_of: Any,
-    query_at: Any,
-    num_items: Any,
-    kv_lens: Any,
-    page_table: Any,
-    layer: Any,
-    factors: Any,
-    starts: Any,
-    q_hbm: Any,
-    pages: Any,
-    *rest: Any,
-    plan: Plan,
-    pages_per_seq: int,
-    numbers: Numbers,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    has_token_scales: bool,
-) -> None:
-    scales_hbm, rest = (rest[0], rest[1:]) if has_token_scales else (None, rest)
-    out_hbm, kv_buf, q_buf, top_ref, total_ref, acc_ref, sems, q_sem, cursor, *scale_bufs = rest
-    scales = streamed_scales(plan, numbers, scales_hbm, *scale_bufs) if has_token_scales else None
-    stream = KVStream(
-        plan, pages_per_seq, layer, num_items, seq_of, first_page, end_page, page_table, pages, kv_buf, scales,
-        sems, cursor,
-    )  # fmt: skip
-    item = pl.program_id(0)
-    K, rows, block_tokens = plan.num_kv_heads, plan.queries_per_kv * plan.query_tile, plan.block_tokens
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """One grid step: references to scalar memory (tiles, factors), HBM (q, out) and VMEM (starts, q_buf)."""
 
-    @pl.when(item == 0)
-    def _() -> None:
-        stream.start()
+    plan: Plan
+    numbers: Numbers
+    sliding_window: int | None
+    soft_cap: float | None
+    item: Any
+    stream: KVStream
+    tiles: Tiles
+    factors: Any
+    starts: Any
+    q: Any
+    q_buf: Any
+    q_sem: Any
+    state: softmax.Softmax
+    out: Any
 
-    def fold_block(slot: Any, start: Any, masked: bool) -> None:
-        """Folds one block, whose first token is at position `start`, into the running softmax of all heads."""
+    @property
+    def rows(self) -> int:
+        return self.plan.queries_per_kv * self.plan.query_tile
 
-        if scales is not None:
-            scales.order(slot, 0, block_tokens)
-
-        def fold_head(head: Any, _: None) -> None:
-            keys = numbers.widen(_operand(kv_buf, slot, plan, head, values=False))
-            queries = q_buf[head].reshape(rows, plan.head_lanes)
-            score = dot(queries, keys, 1, numbers.precision) * factors[head]
-            if scales is not None:
-                score = score * scales.row(slot, head, 0, block_tokens, values=False)
-            if soft_cap is not None:
-                score = jnp.tanh(score) * soft_cap
-            seen = None
-            if masked:
-                key_at = start + numbers.token_of_column((rows, block_tokens), 1)
-                row = lax.broadcasted_iota(jnp.int32, (rows, block_tokens), 0)
-                at = query_at[item] + (row & (plan.query_tile - 1))
-                seen = key_at <= at
-                if sliding_window is not None:
-                    seen = seen & (key_at > at - sliding_window)
-                score = jnp.where(seen, score, MASKED)
-            top = top_ref[head]
-            new_top = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-            weights = jnp.exp2(score - across(new_top - float(numbers.gain), block_tokens))
-            if seen is not None:
-                weights = jnp.where(seen, weights, 0.0)
-            shrink = jnp.exp2(top - new_top)
-            chunks = [weights[:, i : i + LANES] for i in range(0, block_tokens, LANES)]
-            top_ref[head] = new_top
-            total_ref[head] = total_ref[head] * shrink + functools.reduce(jnp.add, chunks)
-            if scales is not None:
-                weights = weights * scales.row(slot, head, 0, block_tokens, values=True)
-                if seen is not None:
-                    weights = jnp.where(seen, weights, 0.0)
-            values = numbers.widen(_operand(kv_buf, slot, plan, head, values=True))
-            acc_ref[head] = acc_ref[head] * across(shrink, plan.head_lanes) + dot(weights, values, 0, numbers.precision)
-
-        lax.fori_loop(0, K, fold_head, None)
-
-    @pl.when(item < num_items[0])
-    def _() -> None:
-        kv_len = kv_lens[seq_of[item]]
-        begin, end = first_page[item], end_page[item]
-        first_query = query_at[item]
-        q_rows = pl.ds(pl.multiple_of(row_of[item], ALIGNMENT), plan.query_tile)
-        fetch_q = pltpu.make_async_copy(q_hbm.at[:, :, q_rows], q_buf, q_sem)
+    def attend(self) -> None:
+        item, plan, tables = self.item, self.plan, self.stream.tables
+        kv_len = tables.kv_lens[tables.seq_of[item]]
+        begin, end = tables.first_page[item], tables.end_page[item]
+        first_query = self.tiles.query_at[item]
+        q_rows = pl.ds(pl.multiple_of(self.tiles.row[item], ALIGNMENT), plan.query_tile)
+        fetch_q = pltpu.make_async_copy(self.q.at[:, :, q_rows], self.q_buf, self.q_sem)
         fetch_q.start()
-
-        def begin_head(head: Any, _: None) -> None:
-            shape = (plan.queries_per_kv, plan.query_tile, LANES)
-            top_ref[head] = jnp.broadcast_to(starts[0, head], shape).reshape(rows, LANES)
-            total_ref[head] = jnp.broadcast_to(starts[1, head], shape).reshape(rows, LANES)
-            acc_ref[head] = jnp.zeros((rows, plan.head_lanes), jnp.float32)
-
-        lax.fori_loop(0, K, begin_head, None)
+        self._for_heads(self._begin)
         fetch_q.wait()
 
         def visit(step: Any, carry: None) -> None:  # noqa: ARG001
             page = begin + step * plan.block_pages
-            slot = stream.next_block(jnp.minimum(plan.block_pages, end - page))
+            slot = self.stream.next_block(jnp.minimum(plan.block_pages, end - page))
             start = page * plan.page_size
-            valid = jnp.minimum(kv_len, end * plan.page_size) - start
-            whole = start + block_tokens <= first_query + 1
-            if sliding_window is not None:
-                whole = whole & (start > first_query + plan.query_tile - 1 - sliding_window)
-
-            @pl.when(whole)
-            def _() -> None:
-                fold_block(slot, start, masked=False)
-
-            @pl.when(jnp.logical_not(whole))
-            def _() -> None:
-                stream.clean_tail(slot, valid, block_tokens)
-                fold_block(slot, start, masked=True)
+            self._block(slot, start, jnp.minimum(kv_len, end * plan.page_size) - start, first_query)
 
         lax.fori_loop(0, pl.cdiv(end - begin, plan.block_pages), visit, None)
-
-        def finish(head: Any, _: None) -> None:
-            total = jnp.sum(total_ref[head], axis=1, keepdims=True) * 2.0**-numbers.gain
-            result = acc_ref[head] * factors[K + head] / jnp.where(total == 0.0, 1.0, total)
-            q_buf[head] = result.astype(q_buf.dtype).reshape(q_buf.shape[1:])
-
-        lax.fori_loop(0, K, finish, None)
-        store = pltpu.make_async_copy(q_buf, out_hbm.at[:, :, q_rows], q_sem)
+        self._for_heads(self._finish)
+        store = pltpu.make_async_copy(self.q_buf, self.out.at[:, :, q_rows], self.q_sem)
         store.start()
         store.wait()
+
+    def _for_heads(self, do: Any) -> None:
+        lax.fori_loop(0, self.plan.num_kv_heads, lambda head, _: do(head), None)
+
+    def _begin(self, head: Any) -> None:
+        shape = (self.plan.queries_per_kv, self.plan.query_tile, LANES)
+        self.state.top[head] = jnp.broadcast_to(self.starts[0, head], shape).reshape(self.rows, LANES)
+        self.state.total[head] = jnp.broadcast_to(self.starts[1, head], shape).reshape(self.rows, LANES)
+        self.state.acc[head] = jnp.zeros((self.rows, self.plan.head_lanes), jnp.float32)
+
+    def _block(self, slot: Any, start: Any, valid: Any, first_query: Any) -> None:
+        """Folds the block whose first token is at position `start`, `valid` of whose tokens exist, into all heads."""
+        plan, window, scales = self.plan, self.sliding_window, self.stream.scales
+        whole = start + plan.block_tokens <= first_query + 1
+        if window is not None:
+            whole = whole & (start > first_query + plan.query_tile - 1 - window)
+
+        def fold(masked: bool) -> None:
+            if scales is not None:
+                scales.order(slot, 0, plan.block_tokens)
+            self._for_heads(lambda head: self._fold(head, slot, start, masked))
+
+        @pl.when(whole)
+        def _() -> None:
+            fold(masked=False)
+
+        @pl.when(jnp.logical_not(whole))
+        def _() -> None:
+            self.stream.clean_tail(slot, valid, plan.block_tokens)
+            fold(masked=True)
+
+    def _fold(self, head: Any, slot: Any, start: Any, masked: bool) -> None:
+        plan, numbers, scales, width = self.plan, self.numbers, self.stream.scales, self.plan.block_tokens
+        keys = numbers.widen(_operand(self.stream.kv_buf, slot, plan, head, values=False))
+        queries = self.q_buf[head].reshape(self.rows, plan.head_lanes)
+        score = dot(queries, keys, 1, numbers.precision) * self.factors[head]
+        if scales is not None:
+            score = score * scales.row(slot, head, 0, width, values=False)
+        if self.soft_cap is not None:
+            score = jnp.tanh(score) * self.soft_cap
+        seen = self._seen(start) if masked else None
+        own = None if scales is None else functools.partial(scales.row, slot, head, 0, width, values=True)
+        weights, shrink = self.state.weigh(head, score, seen, own, numbers)
+        values = numbers.widen(_operand(self.stream.kv_buf, slot, plan, head, values=True))
+        self.state.add(head, weights, shrink, values, numbers)
+
+    def _seen(self, start: Any) -> jax.Array:
+        """Which keys of the block at `start` each row of queries sees."""
+        shape = (self.rows, self.plan.block_tokens)
+        key_at = start + self.numbers.token_of_column(shape, 1)
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        at = self.tiles.query_at[self.item] + (row & (self.plan.query_tile - 1))
+        seen: jax.Array = key_at <= at
+        if self.sliding_window is not None:
+            seen = seen & (key_at > at - self.sliding_window)
+        return seen
+
+    def _finish(self, head: Any) -> None:
+        factor = self.factors[self.plan.num_kv_heads + head]
+        result = self.state.result(head, self.state.acc[head], factor, self.numbers)
+        self.q_buf[head] = result.astype(self.q_buf.dtype).reshape(self.q_buf.shape[1:])
 
 
 def _operand(kv_buf: Any, slot: Any, plan: Plan, head: Any, *, values: bool) -> jax.Array:

@@ -12,7 +12,10 @@ import pytest
 from pallas_kernels import inspect
 from pallas_kernels.absent_devices import CHIPS, why_unavailable
 from pallas_kernels.backends import Backend
+from pallas_kernels.inspection import compile_call
 from pallas_kernels.inspection.calls import OPS, Shape
+from pallas_kernels.inspection.compile_call import Inspection, inspect_call
+from pallas_kernels.inspection.nvidia import KernelReport
 from pallas_kernels.inspection.tpu_kernels import TPUKernel
 
 SMALL = Shape(num_heads=8, num_kv_heads=2, seqs=4, context=512, tokens=16, outputs=512, inputs=512)
@@ -45,23 +48,26 @@ def test_work_of_the_attention_calls() -> None:
 
 
 def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
-    assert inspect._floor("v5e", 0.0, 819e9, "bfloat16") == (1e6, "bytes")
-    assert inspect._floor("v5e", 394e12, 819e9, "bfloat16") == (2e6, "flops")
-    assert inspect._floor("v5e", 394e12, 1.0, "int8") == (1e6, "flops")
+    def floor(flops: float, moved: float, products: str) -> tuple[float, str]:
+        return Inspection("v5e", "kv_write", SMALL, flops=flops, bytes=moved, products=products).floor()
+
+    assert floor(0.0, 819e9, "bfloat16") == (1e6, "bytes")
+    assert floor(394e12, 819e9, "bfloat16") == (2e6, "flops")
+    assert floor(394e12, 1.0, "int8") == (1e6, "flops")
 
 
 def test_a_row_for_each_kernel_and_dashes_for_the_unknown() -> None:
-    kernel = TPUKernel("copy", vmem_bytes=2**20, spills=0, fills=0, bundles=7)
-    text = inspect.describe(inspect.Inspection("v4", "page_copy", Shape(), bytes=100.0, bound="bytes", tpu=(kernel,)))
+    kernel = TPUKernel("copy", vmem_bytes=2**20, spills=0, bundles=7, compiler_cycles=9)
+    text = inspect.describe(Inspection("v4", "page_copy", Shape(), bytes=100.0, kernels=(kernel,)))
     assert text.splitlines()[-1].split() == ["copy", "1.0", "0", "7", "-", "-", "-", "-"]
-    failed = inspect.describe(inspect.Inspection("v4", "page_copy", Shape(page=4), problem="no"))
+    failed = inspect.describe(Inspection("v4", "page_copy", Shape(page=4), problem="no"))
     assert failed == "v4 page_copy dtype=bfloat16 page=4\n  does not compile: no"
 
 
 def test_an_absent_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "why_unavailable", lambda _: "libtpu is not installed")
+    monkeypatch.setattr(compile_call, "why_unavailable", lambda _: "libtpu is not installed")
     with pytest.raises(RuntimeError, match="cannot compile for v5e: libtpu is not installed"):
-        inspect.inspect_call("v5e", "kv_write", SMALL)
+        inspect_call("v5e", "kv_write", SMALL)
 
 
 @pytest.mark.aot
@@ -71,17 +77,16 @@ def test_every_op_compiles_and_reports_its_kernels(chip: str) -> None:
     if reason := why_unavailable(chip):
         pytest.skip(reason)
     for op in OPS:
-        inspection = inspect.inspect_call(chip, op, SMALL)
+        inspection = inspect_call(chip, op, SMALL)
         assert inspection.problem is None, f"{op}: {inspection.problem}"
-        names = {kernel["name"] for kernel in inspection.nvidia} | {kernel.name for kernel in inspection.tpu}
+        names = {kernel.name for kernel in inspection.kernels}
         assert {name for name in names if name.startswith(KERNELS[op][CHIPS[chip].platform])}, (op, names)
-        if op == "ragged_paged_attention" and inspection.tpu:
-            decode = next(kernel for kernel in inspection.tpu if "decode" in kernel.name)
-            assert decode.loop_cycles
-            assert decode.ratio
-        if CHIPS[chip].platform == "gpu":
-            assert all(kernel["spill_bytes"] == kernel["stack_bytes"] == 0 for kernel in inspection.nvidia)
-            assert all(kernel["local_instructions"] == 0 for kernel in inspection.nvidia)
+        steady = {kernel.name: kernel.steady for kernel in inspection.kernels if isinstance(kernel, TPUKernel)}
+        if op == "ragged_paged_attention" and steady:
+            assert steady["ragged_paged_attention_decode"]
+        for kernel in inspection.kernels:
+            if isinstance(kernel, KernelReport):
+                assert kernel.spill_bytes == kernel.stack_bytes == kernel.local_instructions == 0
 
 
 @pytest.mark.aot
