@@ -104,23 +104,26 @@ def copy_tile(
     tile: Ref,
     tile_scales: Ref | None,
     barrier: Ref,
+    rows: int | None = None,
+    first_key: jax.Array | None = None,
 ) -> None:
     """Starts the copies of one sequence's keys (or values) from key0 on that fill `tile` [keys, D].
 
-    first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the
-    barrier's arrivals is given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's
-    keys and below kv_len. The barrier takes `spec.page_copies(keys)` arrivals, twice as many with token scales.
+    first_row(page id) is the page's row in the pool. rows: of one copy, a divisor of the page and of the tile; the smaller
+    of the two by default. What lies wholly before first_key, or at or beyond kv_len, is not read: its share of the
+    barrier's arrivals is given at once and its part of `tile` keeps what it held. key0 is a multiple of the tile's
+    keys and below kv_len. The barrier takes keys / rows arrivals, twice as many with token scales.
     """
     keys = tile.shape[0]
-    step = min(spec.page_size, keys)
-    for i in range(spec.page_copies(keys)):
+    step = rows or min(spec.page_size, keys)
+    for i in range(keys // step):
         token0 = key0 + i * step
 
         def copy(token0: jax.Array = token0, i: int = i) -> None:
             row = first_row(page_ids[lax.div(token0, jnp.int32(spec.page_size))])
             within: Any = slice(None)
-            if spec.page_size > keys:
-                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), keys), keys)
+            if spec.page_size > step:
+                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), step), step)
             target = pl.ds(i * step, step)
             plgpu.copy_gmem_to_smem(pool.at[row, within], tile.at[target], barrier)
             if tile_scales is not None and scales is not None:
@@ -136,11 +139,14 @@ def copy_tile(
             if tile_scales is not None:
                 plgpu.barrier_arrive(barrier)
 
-        if i == 0:
+        if first_key is None and i == 0:
             copy()
-        else:
-            pl.when(token0 < kv_len)(copy)
-            pl.when(token0 >= kv_len)(skip)
+            continue
+        needed = token0 < kv_len
+        if first_key is not None:
+            needed &= token0 + step > first_key
+        pl.when(needed)(copy)
+        pl.when(jnp.logical_not(needed))(skip)
 
 
 def scaled_dots(spec: CallSpec, dots: jax.Array, key_scale: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:

@@ -12,6 +12,7 @@ which may be as small as 8. One warpgroup issues TMA copies, the other computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,13 @@ def shared_bytes(spec: CallSpec, tuning: DecodeTuning) -> int:
     scales = 2 * KEY_TILE * 4 if spec.scales == "token" else 0
     converted = 2 * KEY_TILE * spec.head_dim * 2 if spec.quantized else 0
     return tuning.stages * (kv + queries + scales) + converted + group * KEY_TILE * 2
+
+
+def copied_keys(spec: CallSpec) -> int:
+    """Keys that one copy brings. With a window, copies at its begin and at the sequence's end that none of its keys needs are not
+    made: copies of 1/30 of the window or less (but of 16 keys at least) load little more than the window."""
+    most = KEY_TILE if spec.sliding_window is None else max(spec.sliding_window // 30, 16)
+    return next(keys for keys in (64, 32, 16) if keys <= min(most, spec.page_size))
 
 
 def padded_group(spec: CallSpec) -> int:
@@ -150,7 +158,7 @@ def _attend(
     inputs = [queries, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, work.sequences, work.blocks]
     if scales is not None:
         inputs.append(scale_rows(scales))
-    dynamic = spec.scales == "token"
+    dynamic, windowed = spec.scales == "token", spec.sliding_window is not None
     compute = spec.compute_dtype
 
     def body(*refs: Ref) -> None:
@@ -195,6 +203,8 @@ def _attend(
                         page_ids=table.at[sid],
                         key0=(first_tile + tile) * KEY_TILE,
                         kv_len=kv_len,
+                        rows=copied_keys(spec),
+                        first_key=first_visible_key(spec, kv_len - 1) if windowed else None,
                         tile=smem.at[slot],
                         tile_scales=scale_smem.at[slot, which] if dynamic else None,
                         barrier=full.at[slot],
@@ -220,16 +230,18 @@ def _attend(
                 plgpu.barrier_wait(full.at[slot])
 
                 keys, values = k_smem.at[slot], v_smem.at[slot]
+                end = kv_len - key0
+                begin = first_visible_key(spec, kv_len - 1) - key0 if windowed else None
                 if spec.quantized:
                     # Always 0, but not to the compiler: with a constant address it would keep the descriptors of all `wgmma`
                     # operands in registers throughout (60 of them at head_dim 256).
                     zero = jnp.where(kv_len > key0, 0, 1)
-                    _convert(keys, k16.at[zero], kv_len - key0)
-                    _convert(values, v16.at[zero], kv_len - key0)
+                    _convert(keys, k16.at[zero], begin, end)
+                    _convert(values, v16.at[zero], begin, end)
                     plgpu.commit_smem()
                     keys, values = k16.at[zero], v16.at[zero]
                 else:
-                    _zero_tail(values, kv_len - key0)
+                    _zero_unseen(values, begin, end)
 
                 def key_dots(out: Ref) -> Array:
                     plgpu.wgmma(out, keys, q_smem.at[q_slot].transpose((1, 0)))
@@ -295,7 +307,7 @@ def _attend(
             lax.fori_loop(0, count, visit, (seq0, head0, tile0, jnp.int32(0), *start))
 
     slots = tuning.num_blocks + S * K
-    arrivals = 2 * spec.page_copies(KEY_TILE) * (2 if dynamic else 1)
+    arrivals = 2 * (KEY_TILE // copied_keys(spec)) * (2 if dynamic else 1)
     converted = (tiled((1, KEY_TILE, D), compute),) * 2 if spec.quantized else (None, None)
     return plgpu.kernel(  # type: ignore[no-any-return]
         body,
@@ -323,32 +335,37 @@ def _attend(
     )(*inputs)
 
 
-def _zero_tail(values: Ref, valid: Array) -> None:
-    """Zeroes the rows from `valid` on of a tile: what lies beyond a sequence's end may be NaN, and 0 * NaN is NaN."""
+def _is_seen(shape: tuple[int, ...], begin: Array | None, end: Array, layout: Any) -> Array:
+    """Which rows of a tile are in [begin, end)."""
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    return row < end if begin is None else (row >= begin) & (row < end)
 
-    @pl.when(valid < KEY_TILE)
+
+def _zero_unseen(values: Ref, begin: Array | None, end: Array) -> None:
+    """Zeroes the rows of a tile but [begin, end): what lies beyond a sequence's end, or is not loaded, may be NaN, and 0 * NaN is NaN."""
+    has_others = end < KEY_TILE if begin is None else (end < KEY_TILE) | (begin > 0)
+
+    @pl.when(has_others)
     def _zero() -> None:
         for d in range(0, values.shape[1], 64):
             part = values.at[:, pl.ds(d, 64)]
             loaded = plgpu.load(part, layout=WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
-            part[...] = jnp.where(row < valid, loaded, jnp.zeros_like(loaded))
+            part[...] = jnp.where(_is_seen(loaded.shape, begin, end, WGMMA), loaded, jnp.zeros_like(loaded))
         plgpu.commit_smem()
 
 
-def _convert(stored: Ref, target: Ref, valid: Array) -> None:
-    """An 8-bit tile in the 16-bit type of `target`, rows from `valid` (> 0) on as zeros. The caller commits shared
-    memory."""
+def _convert(stored: Ref, target: Ref, begin: Array | None, end: Array) -> None:
+    """An 8-bit tile in the 16-bit type of `target`, rows but [begin, end) as zeros; end > 0. The caller commits shared memory."""
     # A real loop, so that each step reuses the registers of the last: its bound is a value that the compiler cannot know.
-    parts = jnp.where(valid > 0, stored.shape[1] // 64, 0)
+    parts = jnp.where(end > 0, stored.shape[1] // 64, 0)
 
     @pl.loop(0, parts)
     def _part(i: Array) -> None:
         columns = pl.ds(pl.multiple_of(i * 64, 64), 64)
         layout = plgpu.Layout.SMEM_GMEM_COPY((KEY_TILE, 64), target.dtype, 128)
         converted = plgpu.load(stored.at[:, columns], layout=layout, optimized=False).astype(target.dtype)
-        row = plgpu.broadcasted_iota(jnp.int32, converted.shape, 0, layout=layout)
-        target.at[:, columns][...] = jnp.where(row < valid, converted, jnp.zeros_like(converted))
+        seen = _is_seen(converted.shape, begin, end, layout)
+        target.at[:, columns][...] = jnp.where(seen, converted, jnp.zeros_like(converted))
 
 
 def _load_scales(scales: Ref) -> Array:
