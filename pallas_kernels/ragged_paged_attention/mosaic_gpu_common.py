@@ -7,7 +7,6 @@ is a bitcast.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,16 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.memory import Ref
+from pallas_kernels.hopper.softmax import logits
+
 KEY_TILE = 64
 """Keys in one tile of the decode kernel, and the unit in which tile sizes of the prefill kernel come."""
 
-LOG2E = math.log2(math.e)
-NO_LOGIT = -1e30
-"""The running maximum before any key: finite, so that masked keys (-inf) against it give a weight of 0, not NaN."""
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = ("bfloat16", "float16", "int8", *FP8_DTYPES)
-Ref = Any
-"""A Pallas reference: its type has no public name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +68,6 @@ class CallSpec:
         if self.scales != "token":
             return 1.0
         return {"float8_e4m3fn": 2.0**8, "float8_e5m2": 2.0**15}.get(self.kv_dtype, 1.0)
-
-
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64
-    columns."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 64 * itemsize
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def pool_rows(pages: jax.Array) -> jax.Array:
@@ -150,19 +138,8 @@ def copy_tile(
 
 
 def scaled_dots(spec: CallSpec, dots: jax.Array, key_scale: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
-    """(x, factor) such that x * factor are the logits in base 2: q.k scaled, soft-capped, times log2(e); factor > 0 is a scalar.
-
-    key_scale: None, a scalar, or an array of dots' shape. The factor is kept apart because it then costs nothing:
-    2 ** (x * factor - top) is one fused multiply-add and one exponential.
-    """
-    scale = spec.softmax_scale * (LOG2E if spec.soft_cap is None else 1.0 / spec.soft_cap)
-    if spec.soft_cap is None:
-        if key_scale is None:
-            return dots, scale
-        return (dots, key_scale * scale) if key_scale.ndim == 0 else (dots * key_scale, scale)
-    dots = dots * scale if key_scale is None else dots * (key_scale * scale)
-    # tanh(x) = 1 - 2 / (1 + e^2x): exact to float32, where the hardware's tanh keeps only 11 bits.
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(dots * (2.0 * LOG2E))), spec.soft_cap * LOG2E
+    """(x, factor) such that x * factor are the call's logits in base 2."""
+    return logits(dots, spec.softmax_scale, spec.soft_cap, key_scale)
 
 
 def first_visible_key(spec: CallSpec, position: jax.Array) -> jax.Array:
@@ -170,8 +147,3 @@ def first_visible_key(spec: CallSpec, position: jax.Array) -> jax.Array:
     if spec.sliding_window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - (spec.sliding_window - 1), 0)
-
-
-def choose(condition: jax.Array, yes: jax.Array | float, no: jax.Array) -> jax.Array:
-    """`jnp.where` of a scalar condition and arrays, which the kernels' lowering wants broadcast."""
-    return jnp.where(lax.broadcast_in_dim(condition, no.shape, []), yes, no)

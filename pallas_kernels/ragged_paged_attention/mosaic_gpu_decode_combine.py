@@ -11,10 +11,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.hopper.memory import Ref
+from pallas_kernels.hopper.softmax import NO_LOGIT, choose
+from pallas_kernels.hopper.warpgroups import WGMMA
 from pallas_kernels.mosaic_gpu_store import store
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import LOG2E, NO_LOGIT, CallSpec, Ref, choose
-
-WGMMA = plgpu.Layout.WGMMA
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import CallSpec
+from pallas_kernels.scoring import LOG2E
 
 
 def combine(

@@ -11,7 +11,7 @@ from hopper_attention import check
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from oracle_dense import random_batch
 
-from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode as decode
+from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode_produce as produce
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(300)]
 
@@ -56,9 +56,9 @@ def test_copies_outside_of_the_window_are_not_made(
 
 def test_a_copy_too_few_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy that a window begins in is left out: those values are then what shared memory held before."""
-    copy_tile = decode.copy_tile
+    copy_tile = produce.copy_tile
     monkeypatch.setattr(
-        decode, "copy_tile", lambda *args, first_key, **rest: copy_tile(*args, first_key=first_key + 16, **rest)
+        produce, "copy_tile", lambda *args, first_key, **rest: copy_tile(*args, first_key=first_key + 16, **rest)
     )
     batch = random_batch(31, [(1, 200)], num_kv_heads=1, page_size=64)
     with pytest.raises(AssertionError, match="sequence 0"):
