@@ -2,7 +2,8 @@
 # make test       sets up .venv and runs lint, types, import rules and tests, and compiles the kernels for chips that are not here
 # make bench      measures the server on this machine         (ARGS="--against llama.cpp,vllm" compares it with the peers)
 # make bench-peers  installs the peers: llama.cpp is compiled (20 minutes on 2 cores), vLLM's CPU build is 1.5 GB
-# make aot-all    compiles the TPU attention kernels for every combination of settings on four chips: ten hours
+# make aot-all    compiles the attention kernels for every combination of settings, on four TPUs (ten hours) and on
+#                 Hopper (6,924 kernels, ten hours of one core)
 # make oracle     builds the reference environment (transformers on torch, Python 3.11) that the goldens can be checked against
 PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
@@ -42,7 +43,8 @@ aot:
 endif
 
 aot-all: .venv-aot/.done
-	.venv-aot/bin/pytest --aot-all tests/pallas_kernels/ragged_paged_attention/test_mosaic_tpu_aot.py
+	.venv-aot/bin/pytest --aot-all tests/pallas_kernels/ragged_paged_attention/test_mosaic_tpu_aot.py \
+	  tests/pallas_kernels/ragged_paged_attention/test_mosaic_gpu_product_aot.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

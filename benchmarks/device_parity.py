@@ -2,7 +2,8 @@
 
 Memory that a kernel must not use is NaN (127 in int8 pages, whose scales are NaN), and page-table entries beyond a sequence's
 pages are out of range. An output is compared vector by vector, so that one wrong head or row is not lost among many right ones.
-Of a pool, all that a call does not write must keep its bits.
+Of a pool, all that a call does not write must keep its bits. Each comparison is then repeated with mistakes planted in the output: one
+that it does not see makes the case fail too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Host = np.ndarray[Any, Any]
 
 
 def check(case: Case, backend: Backend) -> dict[str, Any]:
-    """error: the largest relative norm of a vector's difference. stray: numbers of a pool that should be other than they are."""
+    """error: the largest relative norm of a vector's difference. stray: numbers of a pool that should be other than they are.
+    unseen: planted mistakes that the comparison takes for right."""
     layout = layout_of(case.shape, backend)
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
@@ -43,15 +45,49 @@ def check(case: Case, backend: Backend) -> dict[str, Any]:
     program = jax.jit(kernel(case, layout, backend), donate_argnums=in_place)
     out = jax.device_get(program(*jax.tree.map(jnp.array, held)))
     with jax.default_device(cpu), jax.default_matmul_precision("float32"):
-        if case.op == "page_copy":
-            error, stray = 0.0, _stray_of_copy(held, out)
-        elif case.op == "kv_write":
-            error, stray = _errors_of_write(layout, held, out, _expected(case, layout, held))
-        else:
-            error, stray = _error_of_rows(case, out, _expected(case, layout, held)), 0
-    if not np.isfinite(error):
-        return {"failed": "the output holds NaN or infinity", "passed": False}
-    return {"error": error, "limit": LIMIT, "stray": stray, "passed": error < LIMIT and stray == 0}
+        expected = None if case.op == "page_copy" else _expected(case, layout, held)
+        written = _to_be_written(layout, held) if case.op == "kv_write" else None
+        error, stray = _compare(case, layout, held, written, out, expected)
+        if not np.isfinite(error):
+            return {"failed": "the output holds NaN or infinity", "passed": False}
+        found = {
+            name: _compare(case, layout, held, written, wrong, expected)
+            for name, wrong in _planted(case, held, written, out).items()
+        }
+    unseen = [name for name, numbers in found.items() if _is_right(*numbers)]
+    return {
+        "error": error, "limit": LIMIT, "stray": stray, "unseen": unseen, "passed": _is_right(error, stray) and not unseen,
+    }  # fmt: skip
+
+
+def _is_right(error: float, stray: int) -> bool:
+    return error < LIMIT and stray == 0
+
+
+def _compare(case: Case, layout: KVLayout, held: Any, written: Any, out: Any, expected: Any) -> tuple[float, int]:
+    """(error, stray) of an output. written: of a KV write, which numbers of the pool it may change."""
+    if case.op == "page_copy":
+        return 0.0, _stray_of_copy(held, out)
+    if case.op == "kv_write":
+        return _errors_of_write(layout, held, written, out, expected)
+    return _error_of_rows(case, out, expected), 0
+
+
+def _planted(case: Case, held: Any, written: Any, out: Any) -> dict[str, Any]:
+    """Outputs with a mistake each, as small as the comparison is to see."""
+    wrong = jax.tree.map(lambda leaf: np.array(leaf), out)
+    if case.op not in ("kv_write", "page_copy"):
+        rows = sum(queries for queries, _ in case.lens) if case.op == "ragged_paged_attention" else len(wrong)
+        norms = np.linalg.norm(np.asarray(wrong[:rows], np.float32), axis=-1)
+        largest = np.unravel_index(np.argmax(norms), norms.shape)
+        wrong[largest] = wrong[largest] * np.array(1 + 4 * LIMIT, wrong.dtype)
+        return {"one vector too large": wrong}
+    page = wrong.pages[LAYER, held[2][0]] if case.op == "page_copy" else wrong.pages[1 - LAYER, 0]
+    page.view(f"u{page.itemsize}").reshape(-1)[-1] ^= 1
+    mistakes = {"one number wrong": wrong}
+    if case.op == "kv_write":
+        mistakes["nothing written"] = dataclasses.replace(out, pages=np.where(written.pages, held[0].pages, out.pages))
+    return mistakes
 
 
 def kernel(case: Case, layout: KVLayout, backend: Backend) -> Callable[..., Any]:
@@ -209,7 +245,16 @@ def _tokens(kv: KVPages, pages: Host, offsets: Host, layout: KVLayout) -> Host:
     return np.concatenate(rows).reshape(2 * len(pages), -1)
 
 
-def _errors_of_write(layout: KVLayout, held: Any, out: KVPages, expected: KVPages) -> tuple[float, int]:
+def _to_be_written(layout: KVLayout, held: Any) -> KVPages:
+    """Which numbers of a pool a KV write gives, those of the trash page left out."""
+    before, _, _, _, pages, offsets = held
+    real = pages != before.pages.shape[1] - 1
+    return _written(layout, before, pages[real], offsets[real])
+
+
+def _errors_of_write(
+    layout: KVLayout, held: Any, written: KVPages, out: KVPages, expected: KVPages
+) -> tuple[float, int]:
     """Of the vectors that were to be written, and of their scales; numbers that changed elsewhere. The trash page may hold anything."""
     before, _, _, _, pages, offsets = held
     real = pages != before.pages.shape[1] - 1
@@ -217,14 +262,14 @@ def _errors_of_write(layout: KVLayout, held: Any, out: KVPages, expected: KVPage
     error = _distance(
         _tokens(out, pages[real], offsets[real], layout), _tokens(expected, pages[real], offsets[real], wide)
     )
-    written = _written(layout, before, pages[real], offsets[real])
     if out.scales is not None:
         found, wanted = (np.asarray(kv.scales)[written.scales][:, None] for kv in (out, expected))
         error = max(error, _distance(found, wanted))
     stray = 0
     for now, old, mark in zip(*map(jax.tree.leaves, (out, before, written)), strict=True):
-        mark[LAYER, -1] = True
-        stray += int(np.sum(_differ(now, old) & ~mark))
+        changed = _differ(now, old) & ~mark
+        changed[LAYER, -1] = False
+        stray += int(np.sum(changed))
     return error, stray
 
 

@@ -29,7 +29,7 @@ races.print = gpu_races.print = _raise
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--aot-all", action="store_true", help="compile the TPU attention kernels for every combination of settings"
+        "--aot-all", action="store_true", help="compile the attention kernels for every combination of settings"
     )
 
 

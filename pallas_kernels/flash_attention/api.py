@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backends import Backend, check_backend, check_traced_chip
 from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.flash_attention import mosaic_gpu, mosaic_tpu, reference
-from pallas_kernels.flash_attention.scoring import Scoring
 from pallas_kernels.flash_attention.tuning import blocks_for, tiles_for
+from pallas_kernels.scoring import Scoring
 
 MAX_GROUP = 16
 """Query heads of a KV head, at most, in the Mosaic kernels."""

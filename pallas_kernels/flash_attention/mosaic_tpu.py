@@ -19,9 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.flash_attention.mosaic_tpu_stream import CURSOR_SIZE, SLOTS, Stream
-from pallas_kernels.flash_attention.scoring import LOG2E, Scoring
 from pallas_kernels.flash_attention.tuning import Blocks
 from pallas_kernels.packed_rows_tpu import row_bits
+from pallas_kernels.scoring import LOG2E, Scoring
 
 KERNEL_NAME = "flash_attention"
 LANES = 128

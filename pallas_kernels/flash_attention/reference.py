@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.flash_attention.scoring import Scoring
+from pallas_kernels.scoring import Scoring
 
 QUERY_BLOCK = 128
 KEY_BLOCK = 256
@@ -47,11 +47,7 @@ def attend(
             k_block, v_block = (jax.lax.dynamic_slice_in_dim(x, at, keys, axis=2) for x in (k, v))
             key_at = (at + jnp.arange(keys))[None, None, :]
             real = key_at < kv_lens[:, None, None]
-            seen = jnp.broadcast_to(real, (B, queries, keys))
-            if scoring.causal:
-                seen &= key_at <= query_at + offsets
-            if scoring.sliding_window is not None:
-                seen &= key_at > query_at + offsets - scoring.sliding_window
+            seen = jnp.broadcast_to(real, (B, queries, keys)) & scoring.visible(query_at + offsets, key_at)
             seen = seen[:, None, None]
             dots = jnp.einsum(
                 "bkgqd,bktd->bkgqt", rows, k_block, precision=precision, preferred_element_type=jnp.float32

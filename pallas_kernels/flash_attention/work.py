@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.flash_attention import mosaic_gpu, mosaic_tpu
-from pallas_kernels.flash_attention.scoring import Scoring
 from pallas_kernels.flash_attention.tuning import Blocks, Tiles
+from pallas_kernels.hopper.warpgroups import CONSUMERS, ROWS
+from pallas_kernels.scoring import Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,13 @@ def on_gpu(
 
         return kernel.heads * _total(tiles_of, q_shape[1] * kernel.pack, rows, lens)
 
-    multiplied, copied = visits(mosaic_gpu.ROWS), visits(mosaic_gpu.CONSUMERS * mosaic_gpu.ROWS)
+    multiplied, copied = visits(ROWS), visits(CONSUMERS * ROWS)
     per_tile = tiles.keys * kernel.head_dim
     return Work(
         multiplied,
-        mosaic_gpu.ROWS,
+        ROWS,
         tiles.keys,
-        4 * multiplied * mosaic_gpu.ROWS * per_tile,
+        4 * multiplied * ROWS * per_tile,
         copied * 2 * per_tile * jnp.dtype(dtype).itemsize,
     )
 

@@ -12,6 +12,7 @@ from pallas_kernels.backends import Backend, check_traced_chip
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.native import library
 from pallas_kernels.ragged_paged_attention import cpu_native, mosaic_gpu, mosaic_tpu, mosaic_tpu_plan, reference
+from pallas_kernels.scoring import Scoring
 
 
 def check_supported(backend: Backend, layout: KVLayout, *, num_heads: int) -> None:
@@ -89,7 +90,7 @@ def ragged_paged_attention(
             has_sinks=sinks is not None,
         )
         return mosaic_gpu.attend(*batch, spec=spec, sinks=sinks)
-    scoring = reference.Scoring(scale, sliding_window, logit_soft_cap)
+    scoring = Scoring(scale, True, sliding_window, logit_soft_cap)
     if backend == "cpu_native":
         return cpu_native.attend(*batch, scoring=scoring, sinks=sinks)
     return reference.attend(*batch, layout=layout, scoring=scoring, sinks=sinks)

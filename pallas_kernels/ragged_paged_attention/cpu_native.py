@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.native import library
-from pallas_kernels.ragged_paged_attention.reference import Scoring
+from pallas_kernels.scoring import Scoring
 
 KV_DTYPES = ("float32", "bfloat16", "int8")
 """An int8 pool has float32 scales per token and head, [L, P, 2, K, page], or static ones, [L, 2, K]."""

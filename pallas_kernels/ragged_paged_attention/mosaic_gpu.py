@@ -24,6 +24,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode as decode_ke
 from pallas_kernels.ragged_paged_attention import mosaic_gpu_prefill as prefill_kernel
 from pallas_kernels.ragged_paged_attention import mosaic_gpu_prefill_plan as prefill_plan
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import KEY_TILE, KV_DTYPES, CallSpec
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_decode_call import DecodeTuning
 from pallas_kernels.ragged_paged_attention.tuning import gpu_numbers
 
 
@@ -47,13 +48,13 @@ def check_supported(layout: KVLayout, *, num_heads: int) -> None:
         )
 
 
-def decode_tuning(spec: CallSpec, num_sms: int | None = None) -> decode_kernel.DecodeTuning:
+def decode_tuning(spec: CallSpec, num_sms: int | None = None) -> DecodeTuning:
     """Two blocks on an SM, which hide each other's softmax, if each then has two stages at least, else one; as many stages as fit."""
     numbers = gpu_numbers()
     for blocks_per_sm in (2, 1):
         room = numbers.shared_bytes // blocks_per_sm - numbers.reserved_bytes
         for stages in range(numbers.decode_stages, 1, -1):
-            tuning = decode_kernel.DecodeTuning(blocks_per_sm * (num_sms or numbers.sms), stages)
+            tuning = DecodeTuning(blocks_per_sm * (num_sms or numbers.sms), stages)
             if decode_kernel.shared_bytes(spec, tuning) <= room:
                 return tuning
     raise ValueError(f"no decode tile fits into {numbers.shared_bytes} bytes of shared memory for {spec}")

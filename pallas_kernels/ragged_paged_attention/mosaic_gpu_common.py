@@ -7,7 +7,6 @@ is a bitcast.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,16 +17,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.memory import Ref
+from pallas_kernels.hopper.softmax import logits
+
 KEY_TILE = 64
 """Keys in one tile of the decode kernel, and the unit in which tile sizes of the prefill kernel come."""
 
-LOG2E = math.log2(math.e)
-NO_LOGIT = -1e30
-"""The running maximum before any key: finite, so that masked keys (-inf) against it give a weight of 0, not NaN."""
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 KV_DTYPES = ("bfloat16", "float16", "int8", *FP8_DTYPES)
-Ref = Any
-"""A Pallas reference: its type has no public name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +70,6 @@ class CallSpec:
         return {"float8_e4m3fn": 2.0**8, "float8_e5m2": 2.0**15}.get(self.kv_dtype, 1.0)
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64
-    columns."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 64 * itemsize
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
 def pool_rows(pages: jax.Array) -> jax.Array:
     """[L, P, 2, K, page, D] as [L * P * 2 * K, page, D]: no copy."""
     return pages.reshape(-1, *pages.shape[-2:])
@@ -104,23 +92,26 @@ def copy_tile(
     tile: Ref,
     tile_scales: Ref | None,
     barrier: Ref,
+    rows: int | None = None,
+    first_key: jax.Array | None = None,
 ) -> None:
     """Starts the copies of one sequence's keys (or values) from key0 on that fill `tile` [keys, D].
 
-    first_row(page id) is the page's row in the pool. Pages at or beyond kv_len are not read: their share of the
-    barrier's arrivals is given at once and their part of `tile` keeps what it held. key0 is a multiple of the tile's
-    keys and below kv_len. The barrier takes `spec.page_copies(keys)` arrivals, twice as many with token scales.
+    first_row(page id) is the page's row in the pool. rows: of one copy, a divisor of the page and of the tile; the smaller
+    of the two by default. What lies wholly before first_key, or at or beyond kv_len, is not read: its share of the
+    barrier's arrivals is given at once and its part of `tile` keeps what it held. key0 is a multiple of the tile's
+    keys and below kv_len. The barrier takes keys / rows arrivals, twice as many with token scales.
     """
     keys = tile.shape[0]
-    step = min(spec.page_size, keys)
-    for i in range(spec.page_copies(keys)):
+    step = rows or min(spec.page_size, keys)
+    for i in range(keys // step):
         token0 = key0 + i * step
 
         def copy(token0: jax.Array = token0, i: int = i) -> None:
             row = first_row(page_ids[lax.div(token0, jnp.int32(spec.page_size))])
             within: Any = slice(None)
-            if spec.page_size > keys:
-                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), keys), keys)
+            if spec.page_size > step:
+                within = pl.ds(pl.multiple_of(lax.rem(token0, jnp.int32(spec.page_size)), step), step)
             target = pl.ds(i * step, step)
             plgpu.copy_gmem_to_smem(pool.at[row, within], tile.at[target], barrier)
             if tile_scales is not None and scales is not None:
@@ -136,27 +127,19 @@ def copy_tile(
             if tile_scales is not None:
                 plgpu.barrier_arrive(barrier)
 
-        if i == 0:
+        if first_key is None and i == 0:
             copy()
-        else:
-            pl.when(token0 < kv_len)(copy)
-            pl.when(token0 >= kv_len)(skip)
+            continue
+        needed = token0 < kv_len
+        if first_key is not None:
+            needed &= token0 + step > first_key
+        pl.when(needed)(copy)
+        pl.when(jnp.logical_not(needed))(skip)
 
 
 def scaled_dots(spec: CallSpec, dots: jax.Array, key_scale: jax.Array | None) -> tuple[jax.Array, jax.Array | float]:
-    """(x, factor) such that x * factor are the logits in base 2: q.k scaled, soft-capped, times log2(e); factor > 0 is a scalar.
-
-    key_scale: None, a scalar, or an array of dots' shape. The factor is kept apart because it then costs nothing:
-    2 ** (x * factor - top) is one fused multiply-add and one exponential.
-    """
-    scale = spec.softmax_scale * (LOG2E if spec.soft_cap is None else 1.0 / spec.soft_cap)
-    if spec.soft_cap is None:
-        if key_scale is None:
-            return dots, scale
-        return (dots, key_scale * scale) if key_scale.ndim == 0 else (dots * key_scale, scale)
-    dots = dots * scale if key_scale is None else dots * (key_scale * scale)
-    # tanh(x) = 1 - 2 / (1 + e^2x): exact to float32, where the hardware's tanh keeps only 11 bits.
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(dots * (2.0 * LOG2E))), spec.soft_cap * LOG2E
+    """(x, factor) such that x * factor are the call's logits in base 2."""
+    return logits(dots, spec.softmax_scale, spec.soft_cap, key_scale)
 
 
 def first_visible_key(spec: CallSpec, position: jax.Array) -> jax.Array:
@@ -164,8 +147,3 @@ def first_visible_key(spec: CallSpec, position: jax.Array) -> jax.Array:
     if spec.sliding_window is None:
         return jnp.zeros_like(position)
     return jnp.maximum(position - (spec.sliding_window - 1), 0)
-
-
-def choose(condition: jax.Array, yes: jax.Array | float, no: jax.Array) -> jax.Array:
-    """`jnp.where` of a scalar condition and arrays, which the kernels' lowering wants broadcast."""
-    return jnp.where(lax.broadcast_in_dim(condition, no.shape, []), yes, no)

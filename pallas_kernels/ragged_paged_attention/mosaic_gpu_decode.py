@@ -12,6 +12,7 @@ which may be as small as 8. One warpgroup issues TMA copies, the other computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +21,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.mosaic_gpu_store import store
+from pallas_kernels.hopper.memory import Ref, tiled
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
     KEY_TILE,
-    NO_LOGIT,
     CallSpec,
-    Ref,
-    choose,
-    copy_tile,
     first_visible_key,
     pool_rows,
     scale_rows,
-    scaled_dots,
-    tiled,
 )
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_decode_call import Call, DecodeTuning, copied_keys
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_decode_combine import combine
-
-WGMMA = plgpu.Layout.WGMMA
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTuning:
-    """num_blocks: thread blocks of the persistent grid. stages: tiles in flight in each."""
-
-    num_blocks: int
-    stages: int
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_decode_consume import consume
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_decode_produce import produce
 
 
 def shared_bytes(spec: CallSpec, tuning: DecodeTuning) -> int:
@@ -145,158 +133,21 @@ def _attend(
 ) -> tuple[Float[Array, "slots D N"], Float[Array, "slots 2 N"]]:
     """Partial results of every block: weighted values, and (maximum in base 2, sum)."""
     S, K, N, D = queries.shape
-    P = pages.shape[1]
-    stages = tuning.stages
     inputs = [queries, pool_rows(pages), layer.reshape(1).astype(jnp.int32), page_table, work.sequences, work.blocks]
     if scales is not None:
         inputs.append(scale_rows(scales))
-    dynamic = spec.scales == "token"
-    compute = spec.compute_dtype
 
-    def body(*refs: Ref) -> None:
-        q_ref, pool, layer_ref, table, sequences, blocks, *rest = refs
-        scale_ref = rest.pop(0) if scales is not None else None
-        acc_ref, stat_ref, q_smem, k_smem, v_smem, p_smem, scale_smem, k16, v16, q_full, full, consumed = rest
-        c = lax.axis_index("block")
-        seq0, head0, tile0, count = (blocks[c, i] for i in range(4))
-
-        def step_on(seq: Array, head: Array, tile: Array, tiles: Array) -> tuple[Array, Array, Array]:
-            """The item after (seq, head, tile) in the list."""
-            unit_done = tile + 1 == tiles
-            head = jnp.where(unit_done, head + 1, head)
-            sequence_done = head == K
-            return (
-                jnp.where(sequence_done, seq + 1, seq),
-                jnp.where(sequence_done, 0, head),
-                jnp.where(unit_done, 0, tile + 1),
-            )
-
-        @pl.when(lax.axis_index("wg") == 0)
-        def _copy() -> None:
-            layer_row = layer_ref[0] * P
-
-            def visit(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-                seq, head, tile, unit = carry
-                slot = lax.rem(i, jnp.int32(stages))
-                sid, kv_len, first_tile, tiles = (sequences[seq, j] for j in range(4))
-                pl.when(i >= stages)(lambda: plgpu.barrier_wait(consumed.at[slot]))
-
-                @pl.when((i == 0) | (tile == 0))
-                def _queries() -> None:
-                    q_slot = lax.rem(unit, jnp.int32(stages))
-                    plgpu.copy_gmem_to_smem(q_ref.at[seq, head], q_smem.at[q_slot], q_full.at[q_slot])
-
-                for which, smem in enumerate((k_smem, v_smem)):
-                    copy_tile(
-                        spec,
-                        pool=pool,
-                        scales=scale_ref if dynamic else None,
-                        first_row=lambda page, which=which: ((layer_row + page) * 2 + which) * K + head,
-                        page_ids=table.at[sid],
-                        key0=(first_tile + tile) * KEY_TILE,
-                        kv_len=kv_len,
-                        tile=smem.at[slot],
-                        tile_scales=scale_smem.at[slot, which] if dynamic else None,
-                        barrier=full.at[slot],
-                    )
-                unit = jnp.where(tile + 1 == tiles, unit + 1, unit)
-                return *step_on(seq, head, tile, tiles), unit
-
-            lax.fori_loop(0, count, visit, (seq0, head0, tile0, jnp.int32(0)))
-            # Every completed phase of a barrier is observed before the block ends.
-            drained = jnp.minimum(count, stages)
-            pl.loop(count - drained, count)(lambda i: plgpu.barrier_wait(consumed.at[lax.rem(i, jnp.int32(stages))]))
-
-        @pl.when(lax.axis_index("wg") == 1)
-        def _compute() -> None:
-            def visit(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-                seq, head, tile, unit, acc, top, total = carry
-                slot, q_slot = lax.rem(i, jnp.int32(stages)), lax.rem(unit, jnp.int32(stages))
-                _, kv_len, first_tile, tiles = (sequences[seq, j] for j in range(4))
-                key0 = (first_tile + tile) * KEY_TILE
-                opens = (i == 0) | (tile == 0)
-                closes = (i == count - 1) | (tile + 1 == tiles)
-                pl.when(opens)(lambda: plgpu.barrier_wait(q_full.at[q_slot]))
-                plgpu.barrier_wait(full.at[slot])
-
-                keys, values = k_smem.at[slot], v_smem.at[slot]
-                if spec.quantized:
-                    # Always 0, but not to the compiler: with a constant address it would keep the descriptors of all `wgmma`
-                    # operands in registers throughout (60 of them at head_dim 256).
-                    zero = jnp.where(kv_len > key0, 0, 1)
-                    _convert(keys, k16.at[zero], kv_len - key0)
-                    _convert(values, v16.at[zero], kv_len - key0)
-                    plgpu.commit_smem()
-                    keys, values = k16.at[zero], v16.at[zero]
-                else:
-                    _zero_tail(values, kv_len - key0)
-
-                def key_dots(out: Ref) -> Array:
-                    plgpu.wgmma(out, keys, q_smem.at[q_slot].transpose((1, 0)))
-                    return out[...]
-
-                dots = pl.run_scoped(key_dots, plgpu.WGMMAAccumulatorRef((KEY_TILE, N), jnp.float32))
-                key_scale = None
-                if dynamic:
-                    key_scale = lax.broadcast_in_dim(_load_scales(scale_smem.at[slot, 0]), dots.shape, [0])
-                elif spec.scales == "static":
-                    key_scale = scale_ref[(layer_ref[0] * 2) * K + head]
-                scores, factor = scaled_dots(spec, dots, key_scale)
-                key_at = key0 + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=WGMMA)
-                seen = key_at < kv_len
-                if spec.sliding_window is not None:
-                    seen &= key_at >= kv_len - spec.sliding_window
-                scores = jnp.where(seen, scores, -jnp.inf)
-
-                before = choose(opens, jnp.full_like(top, NO_LOGIT), top)
-                top = jnp.maximum(before, scores.max(axis=0) * factor)
-                weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(top, scores.shape, [1]))
-                shrink = jnp.exp2(before - top)
-                # Summed over keys once, when the unit closes: a thread keeps its own part until then.
-                total = (
-                    choose(opens, jnp.zeros_like(total), total) * lax.broadcast_in_dim(shrink, scores.shape, [1])
-                    + weights
-                )
-                if dynamic:
-                    value_scale = _load_scales(scale_smem.at[slot, 1]) * spec.value_gain
-                    weights = jnp.where(seen, weights * lax.broadcast_in_dim(value_scale, scores.shape, [0]), 0.0)
-                weights = plgpu.layout_cast(weights.astype(compute), plgpu.Layout.WGMMA_TRANSPOSED)
-                p_smem.transpose((1, 0))[...] = weights
-                plgpu.commit_smem()
-
-                def weighted_values(out: Ref) -> Array:
-                    plgpu.wgmma(out, values.transpose((1, 0)), p_smem.transpose((1, 0)))
-                    return out[...]
-
-                gained = pl.run_scoped(weighted_values, plgpu.WGMMAAccumulatorRef((D, N), jnp.float32))
-                plgpu.barrier_arrive(consumed.at[slot])
-                acc = choose(opens, jnp.zeros_like(acc), acc) * lax.broadcast_in_dim(shrink, acc.shape, [1]) + gained
-
-                @pl.when(closes)
-                def _write() -> None:
-                    at = c + seq * K + head
-                    result = acc
-                    if spec.scales == "static":
-                        result = acc * scale_ref[(layer_ref[0] * 2 + 1) * K + head]
-                    elif spec.value_gain != 1.0:
-                        result = acc * (1.0 / spec.value_gain)
-                    store(acc_ref.at[at], result)
-                    store(stat_ref.at[at, 0], top)
-                    store(stat_ref.at[at, 1], total.sum(axis=0))
-
-                unit = jnp.where(tile + 1 == tiles, unit + 1, unit)
-                return *step_on(seq, head, tile, tiles), unit, acc, top, total
-
-            start = (
-                plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), WGMMA),
-                plgpu.layout_cast(jnp.full((N,), NO_LOGIT, jnp.float32), WGMMA.reduce(0)),
-                plgpu.layout_cast(jnp.zeros((KEY_TILE, N), jnp.float32), WGMMA),
-            )
-            lax.fori_loop(0, count, visit, (seq0, head0, tile0, jnp.int32(0), *start))
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        q_ref, pool, layer_ref, table, sequences, blocks, *rest, acc, stats = refs
+        scale_ref = rest[0] if rest else None
+        block = lax.axis_index("block")
+        begin = tuple(blocks[block, i] for i in range(4))
+        shared = (q_ref, pool, layer_ref, table, sequences, scale_ref, acc, stats, block, begin)
+        call = Call(spec, tuning, pages.shape[1], N, *shared, scratch)
+        pl.when(lax.axis_index("wg") == 0)(lambda: produce(call))
+        pl.when(lax.axis_index("wg") == 1)(lambda: consume(call))
 
     slots = tuning.num_blocks + S * K
-    arrivals = 2 * spec.page_copies(KEY_TILE) * (2 if dynamic else 1)
-    converted = (tiled((1, KEY_TILE, D), compute),) * 2 if spec.quantized else (None, None)
     return plgpu.kernel(  # type: ignore[no-any-return]
         body,
         out_type=(
@@ -309,47 +160,26 @@ def _attend(
         thread_name="wg",
         kernel_name="paged_decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=(
-            tiled((stages, N, D), compute),
-            tiled((stages, KEY_TILE, D), pages.dtype),
-            tiled((stages, KEY_TILE, D), pages.dtype),
-            tiled((N, KEY_TILE), compute),
-            plgpu.SMEM((stages, 2, KEY_TILE), jnp.float32) if dynamic else None,
-            *converted,
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-        ),
+        scratch_types=_scratch(spec, tuning, N),
     )(*inputs)
 
 
-def _zero_tail(values: Ref, valid: Array) -> None:
-    """Zeroes the rows from `valid` on of a tile: what lies beyond a sequence's end may be NaN, and 0 * NaN is NaN."""
-
-    @pl.when(valid < KEY_TILE)
-    def _zero() -> None:
-        for d in range(0, values.shape[1], 64):
-            part = values.at[:, pl.ds(d, 64)]
-            loaded = plgpu.load(part, layout=WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, loaded.shape, 0, layout=WGMMA)
-            part[...] = jnp.where(row < valid, loaded, jnp.zeros_like(loaded))
-        plgpu.commit_smem()
-
-
-def _convert(stored: Ref, target: Ref, valid: Array) -> None:
-    """An 8-bit tile in the 16-bit type of `target`, rows from `valid` (> 0) on as zeros. The caller commits shared
-    memory."""
-    # A real loop, so that each step reuses the registers of the last: its bound is a value that the compiler cannot know.
-    parts = jnp.where(valid > 0, stored.shape[1] // 64, 0)
-
-    @pl.loop(0, parts)
-    def _part(i: Array) -> None:
-        columns = pl.ds(pl.multiple_of(i * 64, 64), 64)
-        layout = plgpu.Layout.SMEM_GMEM_COPY((KEY_TILE, 64), target.dtype, 128)
-        converted = plgpu.load(stored.at[:, columns], layout=layout, optimized=False).astype(target.dtype)
-        row = plgpu.broadcasted_iota(jnp.int32, converted.shape, 0, layout=layout)
-        target.at[:, columns][...] = jnp.where(row < valid, converted, jnp.zeros_like(converted))
-
-
-def _load_scales(scales: Ref) -> Array:
-    return plgpu.load(scales, layout=WGMMA.reduce(1), optimized=False)
+def _scratch(spec: CallSpec, tuning: DecodeTuning, N: int) -> dict[str, Any]:
+    """Shared memory and barriers of one block."""
+    D, stages, stored, compute = spec.head_dim, tuning.stages, jnp.dtype(spec.kv_dtype), spec.compute_dtype
+    dynamic = spec.scales == "token"
+    arrivals = 2 * (KEY_TILE // copied_keys(spec)) * (2 if dynamic else 1)
+    scratch = {
+        "queries": tiled((stages, N, D), compute),
+        "keys": tiled((stages, KEY_TILE, D), stored),
+        "values": tiled((stages, KEY_TILE, D), stored),
+        "weights": tiled((N, KEY_TILE), compute),
+        "queries_full": plgpu.Barrier(num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+        "consumed": plgpu.Barrier(num_barriers=stages),
+    }
+    if dynamic:
+        scratch["scales"] = plgpu.SMEM((stages, 2, KEY_TILE), jnp.float32)
+    if spec.quantized:
+        scratch |= {"keys16": tiled((1, KEY_TILE, D), compute), "values16": tiled((1, KEY_TILE, D), compute)}
+    return scratch

@@ -11,10 +11,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.hopper.memory import Ref
+from pallas_kernels.hopper.softmax import NO_LOGIT, choose
+from pallas_kernels.hopper.warpgroups import WGMMA
 from pallas_kernels.mosaic_gpu_store import store
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import LOG2E, NO_LOGIT, CallSpec, Ref, choose
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import CallSpec
+from pallas_kernels.scoring import LOG2E
 
-WGMMA = plgpu.Layout.WGMMA
+_Sums = tuple[Array, Array, Array]
+"""Sums of weighted values [D, N], maximum in base 2 [N], sum of weights [N]."""
 
 
 def combine(
@@ -37,36 +42,24 @@ def combine(
         unit = lax.axis_index("unit")
         first, count = slots_ref[unit, 0], slots_ref[unit, 1]
 
-        def load(ref: Ref, layout: Any) -> Array:
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        def masked(i: Array, ref: Ref, layout: Any, absent: float) -> Array:
-            loaded = load(ref, layout)
-            return choose(i >= count, jnp.full_like(loaded, absent), loaded)
-
-        def visit(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def visit(step: Array, carry: _Sums) -> _Sums:
             # Several slots at once, so that their loads are in flight together.
             index = [step * unroll + j for j in range(unroll)]
             at = [jnp.minimum(first + i, slots - 1) for i in index]
-            tops = [masked(i, stat_ref.at[a, 0], WGMMA.reduce(0), NO_LOGIT) for i, a in zip(index, at, strict=True)]
-            sums = [masked(i, stat_ref.at[a, 1], WGMMA.reduce(0), 0.0) for i, a in zip(index, at, strict=True)]
-            accs = [masked(i, acc_ref.at[a], WGMMA, 0.0) for i, a in zip(index, at, strict=True)]
-            out, top, total = carry
-            for next_acc, next_top, next_sum in zip(accs, tops, sums, strict=True):
-                new_top = jnp.maximum(top, next_top)
-                old, new = jnp.exp2(top - new_top), jnp.exp2(next_top - new_top)
-                total = total * old + next_sum * new
-                out = out * lax.broadcast_in_dim(old, out.shape, [1]) + next_acc * lax.broadcast_in_dim(
-                    new, out.shape, [1]
-                )
-                top = new_top
-            return out, top, total
+            absent = [i >= count for i in index]
+            tops = [_load(stat_ref.at[a, 0], WGMMA.reduce(0), no, NO_LOGIT) for a, no in zip(at, absent, strict=True)]
+            sums = [_load(stat_ref.at[a, 1], WGMMA.reduce(0), no, 0.0) for a, no in zip(at, absent, strict=True)]
+            accs = [_load(acc_ref.at[a], WGMMA, no, 0.0) for a, no in zip(at, absent, strict=True)]
+            for part in zip(accs, tops, sums, strict=True):
+                carry = _merge(carry, part)
+            return carry
 
         if sinks is None:
             top = plgpu.layout_cast(jnp.full((N,), NO_LOGIT, jnp.float32), WGMMA.reduce(0))
             total = plgpu.layout_cast(jnp.zeros((N,), jnp.float32), WGMMA.reduce(0))
         else:
-            top = load(rest[0].at[lax.rem(unit, jnp.int32(spec.num_kv_heads))], WGMMA.reduce(0))
+            head = lax.rem(unit, jnp.int32(spec.num_kv_heads))
+            top = plgpu.load(rest[0].at[head], layout=WGMMA.reduce(0), optimized=False)
             total = plgpu.layout_cast(jnp.ones((N,), jnp.float32), WGMMA.reduce(0))
         out = plgpu.layout_cast(jnp.zeros((D, N), jnp.float32), WGMMA)
         steps = lax.div(count + unroll - 1, jnp.int32(unroll))
@@ -86,3 +79,18 @@ def combine(
     )(*inputs)
     combined: Array = out.reshape(-1, spec.num_kv_heads, D, N)
     return combined
+
+
+def _load(ref: Ref, layout: Any, absent: Array, instead: float) -> Array:
+    loaded = plgpu.load(ref, layout=layout, optimized=False)
+    return choose(absent, jnp.full_like(loaded, instead), loaded)
+
+
+def _merge(sums: _Sums, more: _Sums) -> _Sums:
+    """Two partial results as one."""
+    (out, top, total), (more_out, more_top, more_total) = sums, more
+    new_top = jnp.maximum(top, more_top)
+    old, new = jnp.exp2(top - new_top), jnp.exp2(more_top - new_top)
+    total = total * old + more_total * new
+    out = out * lax.broadcast_in_dim(old, out.shape, [1]) + more_out * lax.broadcast_in_dim(new, out.shape, [1])
+    return out, new_top, total

@@ -16,24 +16,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import (
-    LOG2E,
-    CallSpec,
-    Ref,
-    pool_rows,
-    scale_rows,
-    tiled,
-)
+from pallas_kernels.hopper.memory import Ref, tiled
+from pallas_kernels.hopper.warpgroups import CONSUMERS, ROWS, in_roles
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import CallSpec, pool_rows, scale_rows
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import Call
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_consume import consume
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_output import zero_padding
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import (
-    CONSUMERS,
-    ROWS,
-    PrefillTuning,
-    staged_columns,
-)
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import PrefillTuning, staged_columns
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_produce import produce, produce_converted
+from pallas_kernels.scoring import LOG2E
 
 
 def prefill(
@@ -85,19 +76,14 @@ def prefill(
 def _run(call: Call) -> None:
     """The kernel's code."""
     wg = lax.axis_index("wg")
-    consumers, producer = call.tuning.registers
 
     def compute() -> None:
-        plgpu.set_max_registers(consumers, action="increase")
         consume(call, wg)
         zero_padding(call, wg)
 
-    def copy() -> None:
-        plgpu.set_max_registers(producer, action="decrease")
-        produce_converted(call) if call.spec.quantized else produce(call)
-
-    # One or the other: with a sequence of `when`s, what later roles need would live through the consumers' code.
-    lax.cond(wg < CONSUMERS, compute, copy)
+    in_roles(
+        wg, call.tuning.registers, compute, lambda: produce_converted(call) if call.spec.quantized else produce(call)
+    )
 
 
 def _scratch(spec: CallSpec, tuning: PrefillTuning) -> dict[str, Any]:

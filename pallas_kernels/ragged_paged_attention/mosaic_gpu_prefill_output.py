@@ -7,9 +7,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.warpgroups import CONSUMERS, ROWS, WGMMA
 from pallas_kernels.mosaic_gpu_store import store
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import WGMMA, Call, Item
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS, staged_columns
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import Call, Item
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import staged_columns
 
 
 def write(call: Call, out: list[Array], item: Item, wg: Array) -> None:

@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.hopper.warpgroups import CONSUMERS, ROWS
 from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import CallSpec, first_visible_key
-
-ROWS = 64
-"""Query rows of a consumer warpgroup: the M of `wgmma`."""
-CONSUMERS = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import Ref, copy_tile
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import Call, Item, Ring
-from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_plan import CONSUMERS, ROWS
-
-ROW_BLOCKS = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1
-)
-"""Blocks of 8 x 64 elements spread over a warpgroup, 4 consecutive ones for each thread."""
+from pallas_kernels.hopper.memory import ROW_BLOCKS, Ref
+from pallas_kernels.hopper.ring import Ring
+from pallas_kernels.hopper.warpgroups import CONSUMERS, ROWS
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_common import copy_tile
+from pallas_kernels.ragged_paged_attention.mosaic_gpu_prefill_call import Call, Item
 
 
 def produce(call: Call) -> None:

@@ -8,47 +8,18 @@ context ever exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.kv_layout import KVLayout, KVPages, read_pages
+from pallas_kernels.scoring import Scoring
 
 DECODE_BLOCK_TOKENS = 128
 PREFILL_BLOCK_TOKENS = 128
 QUERY_TILE = 64
 _MASKED = -1e30
 """Finite, so that a row without any key stays free of NaN."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """How scores are made: `scale * q.k`, soft-capped, inside a window."""
-
-    scale: float
-    sliding_window: int | None
-    logit_soft_cap: float | None
-
-    def scores(self, dots: Float[Array, ...]) -> Float[Array, ...]:
-        scores = dots * self.scale
-        if self.logit_soft_cap is not None:
-            scores = self.logit_soft_cap * jnp.tanh(scores / self.logit_soft_cap)
-        return scores
-
-    def visible(self, query_at: Int[Array, ...], key_at: Int[Array, ...]) -> Array:
-        """Whether the key at position key_at is seen by the query at query_at."""
-        seen = key_at <= query_at
-        if self.sliding_window is not None:
-            seen &= key_at > query_at - self.sliding_window
-        return seen
-
-    def first_block(self, query_at: Int[Array, ""], block: int) -> Int[Array, ""]:
-        """The first block of keys that a query at query_at, or later, may see."""
-        if self.sliding_window is None:
-            return jnp.zeros_like(query_at)
-        return jnp.maximum(query_at - self.sliding_window + 1, 0) // block
 
 
 def attend(
@@ -108,7 +79,7 @@ def _decode(
         values = jnp.where((key_at[None, :] < lens[:, None])[:, None, :, None], values, jnp.zeros((), values.dtype))
         return _fold(carry, scoring.scores(dots), seen[:, None, None, :], values, "skgt,sktd->skgd")
 
-    first = jnp.min(jnp.where(lens > 0, scoring.first_block(at, block), 2**31 - 1))
+    first = jnp.min(jnp.where(lens > 0, scoring.first_visible(at) // block, 2**31 - 1))
     stop = (jnp.max(lens) + block - 1) // block
     out = _softmax_of(jax.lax.fori_loop(first, stop, visit, _start((S, K, G), D, sinks)))
     return jnp.zeros_like(q).at[rows].set(out.astype(q.dtype), mode="drop")
@@ -163,7 +134,7 @@ def _prefill(
         last = jnp.minimum(query_at[-1], kv_lens[s] - 1)
         tile_sinks = None if sinks is None else jnp.repeat(sinks, tile, axis=1)
         carry = _start((K, G * tile), D, tile_sinks)
-        carry = jax.lax.fori_loop(scoring.first_block(query_at[0], block), last // block + 1, visit, carry)
+        carry = jax.lax.fori_loop(scoring.first_visible(query_at[0]) // block, last // block + 1, visit, carry)
         result = _softmax_of(carry).reshape(K, G, tile, D).transpose(2, 0, 1, 3).astype(out.dtype)
         mine = jnp.arange(tile) < q_lens[s] - first_row
         before = jax.lax.dynamic_slice_in_dim(out, row0, tile)

@@ -61,6 +61,7 @@ def test_plain_xla_passes(op: str, name: str, backend: Backend, monkeypatch: pyt
     row = check(find(op, name), backend, monkeypatch)
     assert row["passed"], row
     assert row["error"] < row["limit"] / 2
+    assert row["unseen"] == []
 
 
 def _of_scales(change: Callable[[jax.Array], jax.Array]) -> Mistake:
@@ -142,6 +143,24 @@ def test_a_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> Non
     op, name, backend, planted = MISTAKES[mistake]
     row = check(find(op, name), backend, monkeypatch, planted)
     assert not row["passed"], row
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "unseen"),
+    [
+        ("flash_attention", "D128", ["one vector too large"]),
+        ("page_copy", "bfloat16", ["one number wrong"]),
+        ("kv_write", "int8", ["one number wrong", "nothing written"]),
+    ],
+)
+def test_a_comparison_that_sees_nothing_fails(
+    op: str, name: str, unseen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right kernels, compared by something that calls every output right."""
+    monkeypatch.setattr(device_parity, "_compare", lambda *_: (0.0, 0))
+    row = check(find(op, name), "mosaic_gpu", monkeypatch)
+    assert row["unseen"] == unseen
+    assert not row["passed"]
 
 
 def test_batches_are_ragged_and_poisoned() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from pallas_kernels.flash_attention import work
 from pallas_kernels.flash_attention.api import check_supported, flash_attention
-from pallas_kernels.flash_attention.scoring import Scoring
 from pallas_kernels.flash_attention.tuning import Blocks, blocks_for, tiles_for
+from pallas_kernels.scoring import Scoring
 
 HEADS: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 

@@ -13,10 +13,11 @@ from fixtures.flash_attention_cases import BOUND, CASES, Batch, Case, make_batch
 from fixtures.gpu_interpreter import gpu_interpreter
 from fixtures.tpu_interpreter import DmaMode, watching
 
-from pallas_kernels.flash_attention import mosaic_gpu, mosaic_gpu_tiles, mosaic_tpu, mosaic_tpu_stream
+from pallas_kernels.flash_attention import mosaic_gpu, mosaic_gpu_consume, mosaic_tpu, mosaic_tpu_stream
 from pallas_kernels.flash_attention.api import flash_attention
-from pallas_kernels.flash_attention.scoring import Scoring
 from pallas_kernels.flash_attention.tuning import Blocks, blocks_for
+from pallas_kernels.hopper.ring import Ring
+from pallas_kernels.scoring import Scoring
 
 pytestmark = [
     pytest.mark.interpret,
@@ -111,7 +112,9 @@ def test_a_tile_too_few_is_noticed(backend: str, monkeypatch: pytest.MonkeyPatch
     assert worst_error(WATCHED, BACKENDS[backend][0](batch), batch.expected) > BOUND["bfloat16"]
 
 
-@pytest.mark.parametrize(("backend", "owner"), [("mosaic_tpu", mosaic_tpu._Mask), ("mosaic_gpu", mosaic_gpu.Kernel)])
+@pytest.mark.parametrize(
+    ("backend", "owner"), [("mosaic_tpu", mosaic_tpu._Mask), ("mosaic_gpu", mosaic_gpu_consume.Rows)]
+)
 def test_a_wrong_mask_is_noticed(backend: str, owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every key of a masked tile is seen."""
     seen = owner.seen
@@ -130,22 +133,21 @@ def test_a_missing_wait_is_noticed_on_tpu(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_missing_wait_is_noticed_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither side waits for the other: what stops with an error leaves nobody waiting for it."""
     for name in ("wait", "claim"):
-        monkeypatch.setattr(mosaic_gpu_tiles.Ring, name, lambda self, t: self.tiles.at[self.slot(t)])
+        monkeypatch.setattr(Ring, name, lambda self, t: self.tiles.at[self.slot(t)])
     with pytest.raises(Exception, match=r"RACE|barrier|observed|phase"):
         on_gpu(make_batch(WATCHED))
 
 
 def test_a_tile_given_back_too_early_is_a_race_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it is read: every barrier has its arrivals and its waits, and only the race detector can object."""
-    ring = mosaic_gpu_tiles.Ring
-    wait, release = ring.wait, ring.release
+    wait, release = Ring.wait, Ring.release
 
-    def wait_and_release(self: mosaic_gpu_tiles.Ring, t: Any) -> Any:
+    def wait_and_release(self: Ring, t: Any) -> Any:
         tile = wait(self, t)
         release(self, t)
         return tile
 
-    monkeypatch.setattr(ring, "wait", wait_and_release)
-    monkeypatch.setattr(ring, "release", lambda *_: None)
+    monkeypatch.setattr(Ring, "wait", wait_and_release)
+    monkeypatch.setattr(Ring, "release", lambda *_: None)
     with pytest.raises(Exception, match="RACE DETECTED"):
         on_gpu(make_batch(WATCHED))

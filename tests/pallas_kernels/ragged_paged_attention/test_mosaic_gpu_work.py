@@ -39,24 +39,32 @@ def decoded_tiles(spec: CallSpec, lens: np.ndarray) -> tuple[list[tuple[int, int
     return visited, blocks[:, 3].tolist()
 
 
-@pytest.mark.parametrize(("page_size", "dtype"), [(16, "bfloat16"), (64, "bfloat16"), (128, "int8")])
-@pytest.mark.parametrize(("window", "most"), [(None, 1.05), (1024, 1.08)])
+@pytest.mark.parametrize(
+    ("page_size", "dtype"),
+    [(16, "bfloat16"), (32, "bfloat16"), (64, "bfloat16"), (128, "int8"), (256, "float8_e4m3fn")],
+)
+@pytest.mark.parametrize(
+    ("window", "most"), [(None, 1.05), (4096, 1.05), (2047, 1.05), (1024, 1.05), (512, 1.06), (128, 1.22)]
+)
 def test_decoding_loads_little_more_than_the_keys_and_values(
     page_size: int, dtype: str, window: int | None, most: float
 ) -> None:
-    """A window begins and ends inside tiles of 64 keys: half a tile more at each end, and few keys for one query."""
+    """A window begins and ends inside copies of 16 keys or more, which adds 15 keys on average; queries are 16-bit, whatever the pool."""
     spec = spec_of(page_size, dtype, window)
-    lens = np.random.default_rng(0).integers(1500, 2600, 64)
+    rng = np.random.default_rng(0)
+    lens = rng.integers(1500, 2600, 64) if window is None else window + rng.integers(300, 1400, 64)
     lens[[3, 9]] = 0
     visited, per_block = decoded_tiles(spec, lens)
     assert len(set(visited)) == len(visited)
     assert max(per_block) - min(per_block) <= 1
 
-    step = min(page_size, KEY_TILE)  # tokens of one copy; those beyond the sequence's end are not made
-    loaded = sum(-(-min(KEY_TILE, lens[s] - key) // step) * step for s, _, key in visited)
+    step = decode.copied_keys(spec)  # those that hold no key that is seen are not made
+    begins = lens * 0 if window is None else np.maximum(lens - window, 0)
+    copies = [(s, at) for s, _, key in visited for at in range(key, key + KEY_TILE, step)]
+    loaded = step * sum(at < lens[s] and at + step > begins[s] for s, at in copies)
     per_token = 2 * (HEAD_DIM * jnp.dtype(dtype).itemsize + (4 if spec.scales == "token" else 0))
     queries = 2 * HEAD_DIM * decode.padded_group(spec) * (KV_HEADS * np.count_nonzero(lens) + len(per_block))
-    seen = lens if window is None else np.minimum(lens, window)
+    seen = lens - begins
     assert loaded * per_token + queries <= most * KV_HEADS * seen.sum() * per_token
 
 
