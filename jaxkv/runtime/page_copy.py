@@ -32,9 +32,7 @@ def make_page_copy(spec: StepSpec) -> CopyFn:
     def local(kv: KVPages, sources: Array, targets: Array) -> KVPages:
         return copy_pages(kv, sources, targets, layout=layout, backend=spec.backend)
 
-    mapped = jax.shard_map(
-        local, mesh=spec.mesh, in_specs=(pages, nowhere, nowhere), out_specs=pages, check_vma=False
-    )
+    mapped = jax.shard_map(local, mesh=spec.mesh, in_specs=(pages, nowhere, nowhere), out_specs=pages, check_vma=False)
     pool = pool_shardings(spec.mesh, spec.layout)
     return jax.jit(
         lambda pool, sources, targets: tuple(mapped(group, sources, targets) for group in pool),
