@@ -140,7 +140,7 @@ def test_in_chunks(alone: list[Answer], chunk: int) -> None:
 
 
 def test_after_forced_preemption(setup: Setup, alone: list[Answer]) -> None:
-    engine = setup.engine(num_blocks=setup.crowded_blocks, max_num_seqs=setup.crowded_seqs)
+    engine = setup.engine(**setup.crowded)
     jobs = setup.jobs[:2] if setup.is_interpreted else setup.jobs
     setup.check(run_together(engine, jobs), alone[: len(jobs)])
     assert engine.stats().num_preemptions > 0
