@@ -37,27 +37,39 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     chat_template: options.ChatTemplate = None,
     tensor_parallel_size: options.TensorParallelSize = None,
+    attention_backend: options.AttentionBackend = None,
+    compilation_cache_dir: options.CompilationCacheDir = None,
     memory_utilization: options.MemoryUtilization = None,
     kv_cache_memory_bytes: options.KVCacheMemoryBytes = None,
+    kv_cache_dtype: options.KVCacheDtype = None,
+    kv_cache_scales: options.KVCacheScales = None,
+    block_size: options.BlockSize = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
 ) -> None:
     """Answer one prompt and stream it to the terminal."""
     if raw and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --raw")
     text = _prompt_text(prompt)
     log_to_stderr(logging.WARNING)
-    given = {
-        "dtype": dtype,
-        "quantization": quantization,
-        "max_model_len": max_model_len,
-        "chat_template": chat_template,
-        "tensor_parallel_size": tensor_parallel_size,
-        "memory_utilization": memory_utilization,
-        "kv_cache_memory_bytes": kv_cache_memory_bytes,
-    }
+    settings = options.given(
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        chat_template=chat_template,
+        tensor_parallel_size=tensor_parallel_size,
+        attention_backend=attention_backend,
+        compilation_cache_dir=compilation_cache_dir,
+        memory_utilization=memory_utilization,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_scales=kv_cache_scales,
+        block_size=block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
     # One request at a time: a small batch keeps the start short.
-    config = EngineConfig(model=model, max_num_seqs=1, **_set(given))
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    _answer(config, text if raw else _chat(text, system), _set(sampling))
+    config = EngineConfig(model=model, max_num_seqs=1, **settings)
+    sampling = options.given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    _answer(config, text if raw else _chat(text, system), sampling)
 
 
 def _answer(config: EngineConfig, prompt: Any, sampling: dict[str, Any]) -> None:
@@ -85,7 +97,3 @@ def _prompt_text(prompt: str | None) -> str:
 def _chat(text: str, system: str | None) -> list[dict[str, str]]:
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, {"role": "user", "content": text}]
-
-
-def _set(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

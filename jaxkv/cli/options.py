@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,6 +76,11 @@ MaxQueuedRequests = Annotated[
     int | None, typer.Option(help="Requests that may wait; more get 503.", rich_help_panel=_SCHEDULING)
 ]
 Seed = Annotated[int | None, typer.Option(help="Draws the seeds of requests that bring none.", rich_help_panel=_MODEL)]
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The options that were given: of the others, the defaults hold."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def chosen_model(argument: str | None, option: str | None) -> str:

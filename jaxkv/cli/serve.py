@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -52,30 +52,28 @@ def serve(
     scheduling_policy: options.SchedulingPolicy = None,
 ) -> int:
     """Serve MODEL over HTTP, OpenAI-compatible."""
-    given: dict[str, Any] = {
-        "served_model_name": served_model_name,
-        "dtype": dtype,
-        "quantization": quantization,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "block_size": block_size,
-        "memory_utilization": memory_utilization,
-        "kv_cache_memory_bytes": kv_cache_memory_bytes,
-        "kv_cache_dtype": kv_cache_dtype,
-        "kv_cache_scales": kv_cache_scales,
-        "enable_prefix_caching": enable_prefix_caching,
-        "scheduling_policy": scheduling_policy,
-        "tensor_parallel_size": tensor_parallel_size,
-        "attention_backend": attention_backend,
-        "max_queued_requests": max_queued_requests,
-        "chat_template": chat_template,
-        "seed": seed,
-        "compilation_cache_dir": compilation_cache_dir,
-    }
-    config = EngineConfig(
-        model=options.chosen_model(model, model_option), **{k: v for k, v in given.items() if v is not None}
+    settings = options.given(
+        served_model_name=served_model_name,
+        dtype=dtype,
+        quantization=quantization,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        memory_utilization=memory_utilization,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_scales=kv_cache_scales,
+        enable_prefix_caching=enable_prefix_caching,
+        scheduling_policy=scheduling_policy,
+        tensor_parallel_size=tensor_parallel_size,
+        attention_backend=attention_backend,
+        max_queued_requests=max_queued_requests,
+        chat_template=chat_template,
+        seed=seed,
+        compilation_cache_dir=compilation_cache_dir,
     )
+    config = EngineConfig(model=options.chosen_model(model, model_option), **settings)
     if api_key == "":
         raise typer.BadParameter("--api-key is empty: give a key, or leave the option out")
 

@@ -37,6 +37,8 @@ from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.weights.hub import resolve
 from jaxkv.weights.load import LoadedModel, load_model, read_config
 from pallas_kernels.backends import TRAITS, check_backend, layout_for
+from pallas_kernels.page_copy.api import check_supported as check_copies
+from pallas_kernels.page_copy.api import kernel_of
 from pallas_kernels.ragged_paged_attention.api import check_supported
 
 log = logging.getLogger("jaxkv")
@@ -112,8 +114,10 @@ def assemble(
             shards=shards,
         )
         check_supported(backend, layout, num_heads=split.num_heads)
+        check_copies(backend, layout)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    log.info("page copies: %s", kernel_of(backend))
     max_pages = -(-config.max_model_len // config.block_size)
     buckets = make_buckets(
         max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, max_pages=max_pages

@@ -181,6 +181,7 @@ class Engine:
 
     def _run_and_commit(self, plan: StepPlan) -> float:
         """Returns the seconds spent waiting for the device."""
+        self._runner.copy_blocks(plan.copies)
         self._seat_new(plan)
         scoring = [self._scores_prompt(entry) for entry in plan.entries]
         chunks = [chunk_of(entry, score_prompt=scores) for entry, scores in zip(plan.entries, scoring, strict=True)]

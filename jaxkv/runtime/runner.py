@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Sequence as Seq
@@ -19,6 +20,7 @@ from jaxkv.models.params import Params
 from jaxkv.runtime import slot_state
 from jaxkv.runtime.compile_guard import CompileGuard
 from jaxkv.runtime.mesh import replicated
+from jaxkv.runtime.page_copy import PAIRS, make_page_copy, padded_pairs
 from jaxkv.runtime.sampler import SamplingFlags
 from jaxkv.runtime.step import StepOutput, StepSpec, make_step
 from jaxkv.runtime.step_batch import Buckets, Chunk, build_batch, empty_batch, no_flags
@@ -51,6 +53,7 @@ class Runner:
         self.pool = self._new_pool()
         self._state = self._new_state()
         self._step = make_step(spec)
+        self._copy = make_page_copy(spec)
         placed: dict[str, Any] = {"in_shardings": everywhere, "out_shardings": everywhere, "donate_argnums": 0}
         self._seat = jax.jit(slot_state.seat, **placed)
         self._add_history = jax.jit(slot_state.add_history, **placed)
@@ -72,6 +75,7 @@ class Runner:
             self.seat(
                 padding_slot, SamplingParams(temperature=0.0, max_tokens=1, presence_penalty=1.0), (), 0, [0], [0]
             )
+            self._copy_pairs([])
             for done, (T, W) in enumerate(shapes, start=1):
                 S = self.buckets.sequences(T)
                 batch = empty_batch(T, W, S, no_flags(), trash_page=self.num_blocks, padding_slot=padding_slot)
@@ -91,6 +95,15 @@ class Runner:
             if slot_state.uses_history(params):
                 for prompt_ids, output_ids in slot_state.history_chunks(prompt, output, V):
                     self._state = self._add_history(self._state, np.int32(slot), prompt_ids, output_ids)
+
+    def copy_blocks(self, pairs: Seq[tuple[int, int]]) -> None:
+        """Copies blocks, each pair a source and a target, with their scales; no target may be a source or occur twice."""
+        with self._guard.watch():
+            for some in itertools.batched(pairs, PAIRS):
+                self._copy_pairs(list(some))
+
+    def _copy_pairs(self, pairs: list[tuple[int, int]]) -> None:
+        self.pool = self._copy(self.pool, *padded_pairs(pairs, self.num_blocks))
 
     def run(self, chunks: Seq[Chunk], flags: SamplingFlags) -> StepOutput:
         """Dispatches one step; the output is still on its way when this returns."""

@@ -36,11 +36,13 @@ class StepPlan:
 
     newly_seated: sequences that got a slot in this step; the slot's device state is rebuilt from prompt and output.
     preempted: sequences that lost their blocks and slot in this step.
+    copies: (source, target) blocks to copy before anything else of the step; no block is in two pairs, save as a source.
     """
 
     entries: list[Entry]
     newly_seated: list[Sequence]
     preempted: list[Sequence]
+    copies: list[tuple[int, int]]
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +62,7 @@ class PlanDraft:
     entries: dict[str, Entry] = field(default_factory=dict)
     newly_seated: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, seq: Sequence, num_tokens: int) -> None:
         """Plans the next num_tokens of a seated sequence that has blocks for them."""
@@ -86,4 +89,4 @@ class PlanDraft:
     def finish(self) -> StepPlan:
         """The plan, single tokens first."""
         entries = sorted(self.entries.values(), key=lambda entry: entry.num_tokens > 1)
-        return StepPlan(entries, self.newly_seated, self.preempted)
+        return StepPlan(entries, self.newly_seated, self.preempted, self.copies)

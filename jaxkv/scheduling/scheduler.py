@@ -184,7 +184,8 @@ class Scheduler:
         if not (self._waiting and self._free_slots and draft.budget):
             return
         reserved = sum(map(self._blocks.still_needs, self._running))
-        computing = {seq.request_id for seq in self._running if self._computes_shared_prompt(seq)}
+        sharing = {seq.request_id: seq for seq in self._running if self._blocks.has_sharable_prompt(seq)}
+        computing = {seq.request_id for seq in self._running} - sharing.keys()
         for seq in self._waiting.snapshot():
             if not (self._free_slots and draft.budget):
                 return
@@ -194,18 +195,18 @@ class Scheduler:
             margin = min(len(self._running), self.config.num_blocks // 50)
             if self._blocks.cost_of(seq, hits) + reserved + margin > self.ledger.num_available:
                 return
-            self._seat(seq, hits, draft)
+            source = self._blocks.block_to_copy(seq, hits, sharing.get(seq.request_id))
+            self._seat(seq, hits, source, draft)
             reserved += self._blocks.still_needs(seq)
-            if self._computes_shared_prompt(seq):
+            if not self._blocks.has_sharable_prompt(seq):
                 computing.add(seq.request_id)
 
-    def _computes_shared_prompt(self, seq: Sequence) -> bool:
-        """Whether full blocks of its prompt are still to be published."""
-        return self.config.enable_prefix_caching and seq.num_published < len(seq.prompt_ids) // self.config.block_size
-
-    def _seat(self, seq: Sequence, hits: list[int], draft: PlanDraft) -> None:
+    def _seat(self, seq: Sequence, hits: list[int], source: int | None, draft: PlanDraft) -> None:
+        """source: the block of a sibling that becomes its own, as a copy, behind the hits."""
         self._waiting.remove(seq)
         self._blocks.attach(seq, hits)
+        if source is not None:
+            draft.copies.append((source, self._blocks.attach_copy(seq)))
         if seq.num_preemptions == 0 and self.config.enable_prefix_caching and not seq.needs_prompt_logprobs:
             seq.num_cached_tokens = seq.num_computed
             self.counters.prefix_cache_queries += len(seq.prompt_ids)

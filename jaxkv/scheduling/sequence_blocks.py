@@ -12,7 +12,8 @@ from jaxkv.scheduling.sequence import Sequence
 class SequenceBlocks:
     """Keeps ledger, prefix index and the block lists of sequences in step with each other.
 
-    A block that was found in the cache is never written by the finder: it is full, and writes start behind it.
+    A block that was found in the cache is never written by the finder: it is full, and writes start behind it. The block in which
+    a prompt ends is copied for a sibling: each writes its own.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -44,6 +45,32 @@ class SequenceBlocks:
         seq.num_published = len(hits)
         seq.num_shared_tokens = len(hits) * self._config.block_size
         seq.num_computed = min(seq.num_shared_tokens, seq.num_tokens - 1)
+
+    def has_sharable_prompt(self, seq: Sequence) -> bool:
+        """Whether its siblings can have all of the prompt from it, but for the last token, which each computes for itself."""
+        if not self._config.enable_prefix_caching:
+            return True
+        in_last_block = len(seq.prompt_ids) % self._config.block_size
+        return max(seq.num_computed, seq.num_shared_tokens) >= len(seq.prompt_ids) - min(in_last_block, 1)
+
+    def block_to_copy(self, seq: Sequence, hits: list[int], sibling: Sequence | None) -> int | None:
+        """The block in which the prompt ends, of a sibling with `has_sharable_prompt`, where `hits` lack just that.
+
+        Both will write behind the prompt, so the block cannot be shared. None where there is nothing to copy.
+        """
+        index, in_last_block = divmod(len(seq.prompt_ids), self._config.block_size)
+        if sibling is None or in_last_block < 2 or len(hits) != index or sibling.prompt_ids != seq.prompt_ids:
+            return None
+        if seq.needs_prompt_logprobs or not self._config.enable_prefix_caching:
+            return None
+        return sibling.block_ids[index]
+
+    def attach_copy(self, seq: Sequence) -> int:
+        """Takes the block that becomes a copy, behind what `attach` gave. Returns it; the caller has it copied."""
+        [block] = self.ledger.allocate(1)
+        seq.block_ids.append(block)
+        seq.num_computed = len(seq.prompt_ids) - 1
+        return block
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
         """Takes blocks for the next num_tokens tokens, as far as there are any. Returns for how many tokens it has."""

@@ -10,6 +10,19 @@ from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.page_copy import mosaic_gpu, mosaic_tpu, reference
 
 
+def kernel_of(backend: Backend) -> Backend:
+    """What copies pages where attention runs on `backend`: on a CPU it is XLA, whose copies of whole pages are native code."""
+    return "reference" if backend == "cpu_native" else backend
+
+
+def check_supported(backend: Backend, layout: KVLayout) -> None:
+    """Raises ValueError that names what `backend` cannot copy. Called when an engine is built."""
+    if backend == "mosaic_gpu":
+        mosaic_gpu.check(layout)
+    elif backend == "mosaic_tpu" and layout.order != "token_major":
+        raise ValueError(f"page copy on backend 'mosaic_tpu' takes token_major pools, not {layout.order}")
+
+
 def copy_pages(
     kv: KVPages,
     src_ids: Int[Array, " N"],
@@ -27,6 +40,7 @@ def copy_pages(
         raise ValueError(
             f"page copy takes pairs of ids: src_ids {src_ids.shape} and dst_ids {dst_ids.shape} must be [N]"
         )
+    check_supported(backend, layout)
     if backend == "mosaic_tpu":
         return _copy_on_tpu(kv, src_ids, dst_ids, layout)
     if backend == "mosaic_gpu":

@@ -21,6 +21,17 @@ KERNEL_NAME = "page_copy"
 _MAX_TOKENS = 128
 
 
+def check(layout: KVLayout) -> None:
+    """Raises ValueError that names what this kernel cannot copy."""
+    if layout.order != "head_major":
+        raise ValueError(f"page copy on backend 'mosaic_gpu' takes head_major pools, not {layout.order}")
+    if layout.page_size % min(layout.page_size, _MAX_TOKENS):
+        raise ValueError(
+            f"page copy on backend 'mosaic_gpu' takes pages of up to {_MAX_TOKENS} tokens or a multiple of it, "
+            f"not {layout.page_size}"
+        )
+
+
 def copy(kv: KVPages, src_ids: Int[Array, " N"], dst_ids: Int[Array, " N"], *, layout: KVLayout) -> KVPages:
     """Contract: `pallas_kernels.page_copy.api`, for head_major pools."""
     L, P, _, K, page, D = kv.pages.shape

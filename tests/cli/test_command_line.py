@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import io
 import json
 import subprocess
@@ -15,10 +17,14 @@ from fixtures.scripted_engine import ScriptedEngine, say
 from fixtures.tiny_engine import tiny_engine
 
 from jaxkv.cli.app import run
+from jaxkv.cli.generate import generate
+from jaxkv.cli.serve import serve
 from jaxkv.core.config import EngineConfig
+from jaxkv.core.errors import ConfigError
 from server.port import bind
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = {"serve": serve, "generate": generate}
 
 
 def complaint(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
@@ -147,6 +153,64 @@ def test_generate_streams_a_chat_a_raw_text_and_stdin(
     assert run(["generate", "-", "--raw", *options]) == 0
     assert capsys.readouterr().out == expected("from stdin")
     assert configs[0].model == "m"
+
+
+ONLY_FOR_MANY_REQUESTS = {
+    "served_model_name",
+    "max_num_seqs",
+    "scheduling_policy",
+    "max_queued_requests",
+    "enable_prefix_caching",
+}
+
+
+def test_generate_builds_the_engine_with_the_options_of_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that one prompt has no use for, and the seed, which is the prompt's there."""
+    seen: list[EngineConfig] = []
+
+    def stop(config: EngineConfig) -> None:
+        seen.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("jaxkv.engine.build.build_engine", stop)
+    flags = {
+        "--dtype": "float32",
+        "--quantization": "int8",
+        "--max-model-len": "100",
+        "--max-num-batched-tokens": "64",
+        "--block-size": "8",
+        "--memory-utilization": "0.5",
+        "--kv-cache-memory-bytes": "1000000",
+        "--kv-cache-dtype": "int8",
+        "--kv-cache-scales": "scales.json",
+        "--tensor-parallel-size": "2",
+        "--attention-backend": "reference",
+        "--chat-template": "t.jinja",
+        "--compilation-cache-dir": "",
+    }
+    assert run(["generate", "x", "--model", "m", *(word for pair in flags.items() for word in pair)]) == 1
+    assert seen == [
+        EngineConfig(
+            model="m",
+            max_num_seqs=1,
+            dtype="float32",
+            quantization="int8",
+            max_model_len=100,
+            max_num_batched_tokens=64,
+            block_size=8,
+            memory_utilization=0.5,
+            kv_cache_memory_bytes=1_000_000,
+            kv_cache_dtype="int8",
+            kv_cache_scales="scales.json",
+            tensor_parallel_size=2,
+            attention_backend="reference",
+            chat_template="t.jinja",
+            compilation_cache_dir="",
+        )
+    ]
+    of_engine = {field.name for field in dataclasses.fields(EngineConfig)}
+    options = {name: set(inspect.signature(command).parameters) & of_engine for name, command in COMMANDS.items()}
+    assert options["serve"] - options["generate"] == ONLY_FOR_MANY_REQUESTS
 
 
 def test_bench_prints_the_report_and_saves_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,76 +1,179 @@
-"""A request's answer depends on its prompt, parameters and seed alone (float32, exact)."""
+"""A request's answer depends on its prompt, parameters and seed alone, on every backend (float32: exact)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from fixtures.engine_setups import HOPPER, OWN_CHOICE, SETUPS, TPU, XLA, Setup
 from fixtures.tiny_engine import tiny_engine
-from fixtures.workload import Answer, answer_of, mixed_jobs, run_alone, run_together
+from fixtures.workload import Answer, answer_of, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv import Engine, RequestDelta, SamplingParams, join_deltas
 
-JOBS = mixed_jobs(32)
+JOBS = OWN_CHOICE.jobs
+
+
+def on(*setups: Setup) -> Any:
+    """Which setups a test runs on, in place of all of them."""
+    return pytest.mark.parametrize("setup", [_param(setup) for setup in setups], indirect=True)
+
+
+def _param(setup: Setup) -> Any:
+    return pytest.param(setup, marks=_marks(setup), id=setup.name)
+
+
+def _marks(setup: Setup) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.interpret, pytest.mark.timeout(600)] if setup.is_interpreted else []
+
+
+@pytest.fixture(scope="module", params=[_param(setup) for setup in SETUPS])
+def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
+    with request.param.active():
+        yield request.param
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    engine = tiny_engine(num_blocks=128, max_num_seqs=32)
+def engine(setup: Setup) -> Iterator[Engine]:
+    engine = setup.engine()
     yield engine
     assert engine.stats().recompilations == 0
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[Answer]:
-    """Each request by itself, on an engine without a prefix cache."""
-    return run_alone(tiny_engine(num_blocks=128, max_num_seqs=32, enable_prefix_caching=False), JOBS)
+def alone(setup: Setup) -> list[Answer]:
+    return setup.alone(setup.jobs)
 
 
+@on(OWN_CHOICE)
 def test_the_workload_says_something(alone: list[Answer]) -> None:
     assert len({answer.ids for answer in alone}) > 24
     assert {reason for answer in alone for reason, _ in answer.reasons} == {"stop", "length"}
 
 
-def test_in_a_batch(engine: Engine, alone: list[Answer]) -> None:
-    assert run_together(engine, JOBS) == alone
+def test_in_a_batch(setup: Setup, engine: Engine, alone: list[Answer]) -> None:
+    """Where steps are narrow, in chunks, too."""
+    setup.check(run_together(engine, setup.jobs), alone)
 
 
-def test_with_its_prefix_cached(engine: Engine, alone: list[Answer]) -> None:
-    run_together(engine, JOBS)
+def test_with_its_prefix_cached(setup: Setup, engine: Engine, alone: list[Answer]) -> None:
+    """A second time, with free pages full of NaN."""
+    if not engine.stats().num_blocks_cached:
+        run_together(engine, setup.jobs)
     hits = engine.stats().prefix_cache_hits
-    assert run_together(engine, JOBS) == alone
+    engine.poison_free_pages()
+    setup.check(run_together(engine, setup.jobs), alone)
     assert engine.stats().prefix_cache_hits > hits
 
 
+def test_choices_share_the_page_in_which_their_prompt_ends(
+    setup: Setup, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By copies on write, after which each goes on for itself: as it does alone, with nothing cached."""
+    copies: list[tuple[int, int]] = []
+    copy = engine._runner.copy_blocks
+    monkeypatch.setattr(engine._runner, "copy_blocks", lambda pairs: (copies.extend(pairs), copy(pairs)))
+    assert choices_together(engine) == choices_alone(engine)
+    assert len(copies) == CHOICES.n - 1
+
+
+@on(XLA)
+def test_a_page_that_is_not_copied_is_noticed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the test: without copies, and with those of a wrong page."""
+    expected = choices_alone(engine)
+    copy = engine._runner.copy_blocks
+    for wrong in (lambda _: None, lambda pairs: copy([(target, target) for _, target in pairs])):
+        monkeypatch.setattr(engine._runner, "copy_blocks", wrong)
+        assert choices_together(engine) != expected
+
+
+CHOICES = SamplingParams(n=3, temperature=1.5, seed=5, max_tokens=4, ignore_eos=True)
+CHOICES_PROMPT = "gbhdceadged"
+
+
+def choices_together(engine: Engine) -> list[tuple[int, ...]]:
+    """Cached pages of earlier runs are of other prompts."""
+    [output] = engine.generate([CHOICES_PROMPT], CHOICES, progress=False)
+    engine.check()
+    ids = [tuple(choice.token_ids) for choice in output.outputs]
+    assert len({*ids}) == CHOICES.n, "choices that go on alike prove nothing"
+    return ids
+
+
+def choices_alone(engine: Engine) -> list[tuple[int, ...]]:
+    """As requests of their own, with the seeds that the choices have. One that wants its prompt scored computes all of it."""
+    ids = []
+    for index in range(CHOICES.n):
+        seed = (5 + index * 0x9E3779B97F4A7C15) % 2**64
+        params = dataclasses.replace(CHOICES, n=1, seed=seed - 2**64 * (seed >= 2**63), prompt_logprobs=0)
+        ids.append(tuple(engine.generate([CHOICES_PROMPT], params, progress=False)[0].outputs[0].token_ids))
+    return ids
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_a_neighbour_that_is_aborted(setup: Setup, engine: Engine, alone: list[Answer], victim: int) -> None:
+    """While it reads its prompt, and while it generates."""
+    engine.add_request("gcabd hcabbe", SamplingParams(max_tokens=9, ignore_eos=True), request_id="neighbour")
+    ids = [engine.add_request(job.prompt, job.params) for job in setup.jobs[-3:]]
+    deltas: dict[str, list[RequestDelta]] = {request_id: [] for request_id in (*ids, "neighbour")}
+    steps = 0
+    while engine.has_unfinished:
+        steps += 1
+        if steps == 2 + 2 * victim:
+            assert engine.abort("neighbour")
+        for delta in engine.step():
+            deltas[delta.request_id].append(delta)
+    engine.check()
+    setup.check([answer_of(join_deltas(deltas[request_id])) for request_id in ids], alone[-3:])
+    assert join_deltas(deltas["neighbour"]).outputs[0].finish_reason == "abort"
+
+
 @pytest.mark.parametrize("chunk", [16, 32])
+@on(OWN_CHOICE)
 def test_in_chunks(alone: list[Answer], chunk: int) -> None:
     assert run_together(tiny_engine(num_blocks=128, max_num_seqs=8, max_num_batched_tokens=chunk), JOBS) == alone
 
 
-def test_after_forced_preemption(alone: list[Answer]) -> None:
-    engine = tiny_engine(num_blocks=16, max_num_seqs=8)
-    assert run_together(engine, JOBS) == alone
+def test_after_forced_preemption(setup: Setup, alone: list[Answer]) -> None:
+    engine = setup.engine(**setup.crowded)
+    jobs = setup.jobs[:2] if setup.is_interpreted else setup.jobs
+    setup.check(run_together(engine, jobs), alone[: len(jobs)])
     assert engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_on_several_devices(alone: list[Answer], shards: int) -> None:
-    engine = tiny_engine(num_blocks=128, max_num_seqs=32, tensor_parallel_size=shards)
-    assert run_together(engine, JOBS) == alone
+@on(OWN_CHOICE)
+def test_on_several_devices(setup: Setup, alone: list[Answer], shards: int) -> None:
+    assert run_together(setup.engine(tensor_parallel_size=shards), JOBS) == alone
 
 
+@on(XLA, TPU)
+def test_on_two_devices(setup: Setup) -> None:
+    """Each has one KV head, and copies its part of a page."""
+    engine = setup.engine(tensor_parallel_size=2)
+    assert choices_together(engine) == choices_alone(engine)
+
+
+@on(OWN_CHOICE)
 def test_other_block_size(alone: list[Answer]) -> None:
     assert run_together(tiny_engine(num_blocks=64, block_size=8, max_num_seqs=32), JOBS) == alone
 
 
-def test_free_pages_may_hold_anything(engine: Engine, alone: list[Answer]) -> None:
-    engine.poison_free_pages()
-    assert run_together(engine, JOBS) == alone
+def test_a_window(setup: Setup) -> None:
+    """That ends within a page and, later, within one before the last."""
+    model = dataclasses.replace(setup.model, sliding_window=6)
+    jobs = setup.jobs[1:3]
+    expected = setup.alone(jobs, model=model)
+    setup.check(run_together(setup.engine(model=model), jobs), expected)
+    assert [answer.ids for answer in expected] != [answer.ids for answer in setup.alone(jobs)]
 
 
+@on(OWN_CHOICE)
 @settings(max_examples=15)
 @given(
     order=st.permutations(range(len(JOBS))), gaps=st.lists(st.integers(0, 4), min_size=len(JOBS), max_size=len(JOBS))
@@ -97,23 +200,47 @@ def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[i
         assert answer_of(join_deltas(deltas[index])) == alone[index]
 
 
-def test_on_the_xla_path(alone: list[Answer]) -> None:
-    """The engine's own choice on a CPU is native code, where a compiler is found."""
+@on(OWN_CHOICE)
+def test_many_on_the_xla_path(alone: list[Answer]) -> None:
+    """The same answers as the engine's own choice gives."""
     assert run_together(tiny_engine(num_blocks=128, max_num_seqs=32, attention_backend="reference"), JOBS) == alone
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("cpu_native", "int8"), ("reference", "int8"), ("reference", "fp8_e4m3"), ("reference", "fp8_e5m2")],
-)
-def test_quantized_pages(backend: str, dtype: str) -> None:
+@on(OWN_CHOICE)
+def test_many_with_quantized_pages(setup: Setup) -> None:
     """Against the same pages alone: in a batch, with the prefix cached, and preempted. A page holds a byte per element."""
-    settings = {"attention_backend": backend, "kv_cache_dtype": dtype, "kv_cache_memory_bytes": 400_000}
     jobs = [job for job in JOBS if job.params.prompt_logprobs is None]
-    engine = tiny_engine(max_num_seqs=16, max_model_len=64, **settings)
+    engine = setup.engine(max_num_seqs=16, max_model_len=64, kv_cache_dtype="int8", kv_cache_memory_bytes=400_000)
     alone = [run_together(engine, [job])[0] for job in jobs]
     assert run_together(engine, jobs) == alone
     (group,) = engine._runner.pool
     assert group.pages.nbytes == group.pages.size
     engine.poison_free_pages()
     assert run_together(engine, jobs) == alone
+
+
+@pytest.mark.parametrize(
+    ("setup", "dtype"),
+    [
+        pytest.param(setup, dtype, marks=_marks(setup), id=f"{setup.name}-{dtype}")
+        for setup, dtypes in (
+            (XLA, ("int8", "fp8_e4m3", "fp8_e5m2")),
+            (TPU, ("int8", "fp8_e5m2")),
+            (HOPPER, ("int8", "fp8_e4m3")),
+        )
+        for dtype in dtypes
+    ],
+    indirect=["setup"],
+)
+def test_quantized_pages(setup: Setup, dtype: str) -> None:
+    """In a batch in chunks, with the prefix cached, and copied for choices. A page holds a byte per element."""
+    jobs = setup.jobs[1:3]
+    alone = setup.alone(jobs, kv_cache_dtype=dtype)
+    engine = setup.engine(kv_cache_dtype=dtype)
+    (group,) = engine._runner.pool
+    assert group.pages.nbytes == group.pages.size
+    setup.check(run_together(engine, jobs), alone, quantized=True)
+    engine.poison_free_pages()
+    setup.check(run_together(engine, jobs), alone, quantized=True)
+    assert engine.stats().prefix_cache_hits > 0
+    assert choices_together(engine) == choices_alone(engine)

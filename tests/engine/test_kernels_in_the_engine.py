@@ -1,4 +1,7 @@
-"""The engine on the accelerator kernels, interpreted: the same tokens as on the XLA path."""
+"""The engine on the accelerator kernels, interpreted: logprobs of prompts, and a quantized pool on two devices.
+
+What batches, chunks, caching and preemption must not change is in `test_determinism`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from fixtures.gpu_interpreter import gpu_interpreter
 from fixtures.tiny_engine import TINY, tiny_engine
-from fixtures.workload import answer_of, mixed_jobs
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv import RequestOutput, SamplingParams
@@ -18,34 +20,6 @@ from pallas_kernels.backends import Backend
 from pallas_kernels.ragged_paged_attention import mosaic_gpu
 
 MODEL = dataclasses.replace(TINY, num_heads=4, num_kv_heads=2, head_dim=64)
-JOBS = mixed_jobs(6, longest_prompt=12, longest_output=5)
-
-
-@pytest.mark.interpret
-@pytest.mark.timeout(600)
-def test_mosaic_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked prompts, decodes, a shared prefix; two layers of head_dim 64, pages of 16."""
-    anywhere("mosaic_tpu", monkeypatch)
-    expected = tokens("reference", nullcontext())
-    assert tokens("mosaic_tpu", pltpu.force_tpu_interpret_mode()) == expected
-
-
-def tokens(backend: str, mode: AbstractContextManager[object]) -> object:
-    with mode:
-        engine = tiny_engine(
-            model=MODEL,
-            num_blocks=12,
-            block_size=16,
-            max_num_seqs=4,
-            max_num_batched_tokens=8,
-            attention_backend=backend,
-        )
-        # Not through `Engine.check`: the interpreter compiles pieces of its own while it runs.
-        jobs = [*JOBS, *JOBS[:2]]
-        outputs = engine.generate([job.prompt for job in jobs], [job.params for job in jobs], progress=False)
-    return [answer_of(output) for output in outputs]
-
-
 PROMPTS = ("bcb  ggeee", "hbec fbceaaade ")
 """Those after which the model is decided: its best token leads by far, three times over, whatever the pool's dtype."""
 GREEDY = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
@@ -57,7 +31,7 @@ CLOSE = 0.15
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
 def test_mosaic_gpu(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, with pages written, quantized and read by the Hopper kernels."""
+    """Chunked prompts and decodes, with pages written, quantized and read by the Hopper kernels."""
     anywhere("mosaic_gpu", monkeypatch)
     monkeypatch.setattr(mosaic_gpu, "attend", functools.partial(mosaic_gpu.attend, num_sms=1))
     check_outputs("mosaic_gpu", gpu_interpreter(), PROMPTS, kv_cache_dtype=kv_cache_dtype)

@@ -45,12 +45,14 @@ class SimulatedDevice:
         self.scheduler = scheduler
         self.memory: dict[tuple[int, int], int] = {}
         self.held_at_preemption: list[int] = []
+        self.num_copies = 0
         self._wipe_new_blocks(scheduler.ledger)
         self._watch_preemption()
 
     def run(self, plan: StepPlan, burst: int = 1) -> dict[str, list[int]]:
         """The tokens of each entry that samples: burst of them (more than one stands for speculation)."""
         self._check_shape(plan)
+        self._copy(plan)
         for entry in plan.entries:
             self._write(entry)
         return {entry.seq.seq_id: self._sample(entry, burst) for entry in plan.entries if self._read(entry)}
@@ -68,6 +70,18 @@ class SimulatedDevice:
         assert set(slots) <= set(range(config.max_num_seqs))
         assert all(seq.slot is not None for seq in plan.newly_seated)
         assert all(seq.status is SequenceStatus.WAITING and not seq.block_ids for seq in plan.preempted)
+
+    def _copy(self, plan: StepPlan) -> None:
+        ledger, targets = self.scheduler.ledger, [target for _, target in plan.copies]
+        assert len({*targets}) == len(targets)
+        assert not {*targets} & {source for source, _ in plan.copies}
+        for source, target in plan.copies:
+            assert ledger.state(source) == "held"
+            assert ledger.ref_count(target) == 1
+            assert not ledger.is_published(target)
+            for offset in range(self.scheduler.config.block_size):
+                self.memory[target, offset] = self.memory.get((source, offset), 0)
+            self.num_copies += 1
 
     def _write(self, entry: Entry) -> None:
         seq, size, ledger = entry.seq, self.scheduler.config.block_size, self.scheduler.ledger

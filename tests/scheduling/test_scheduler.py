@@ -248,11 +248,30 @@ def test_siblings_wait_for_the_first_and_then_share_its_prompt() -> None:
 
 
 def test_siblings_do_not_wait_when_there_is_nothing_to_share() -> None:
-    for changes, prompt in (({"enable_prefix_caching": False}, [1] * 4), ({}, [1] * 3)):
+    for changes, prompt in (({"enable_prefix_caching": False}, [1] * 4), ({}, [1])):
         scheduler = make_scheduler(max_num_batched_tokens=16, **changes)
         for index in range(3):
             scheduler.add(make_sequence(f"n{index}", prompt, request_id="r", arrival=index))
         assert len(shape(scheduler.schedule())) == 3
+
+
+def test_a_sibling_gets_a_copy_of_the_block_in_which_the_prompt_ends() -> None:
+    """Its source goes on in the same step: what it writes there lies behind the prompt."""
+    scheduler = make_scheduler(num_blocks=32, max_num_batched_tokens=16)
+    device = SimulatedDevice(scheduler)
+    siblings = [make_sequence(f"n{i}", [1, 2, 3, 4, 5, 6, 7], request_id="r", arrival=i) for i in range(3)]
+    for seq in siblings:
+        scheduler.add(seq)
+    assert next_shape(scheduler, device) == [("n0", 0, 7, True)]
+    plan = scheduler.schedule()
+    assert shape(plan) == [("n0", 7, 1, True), ("n1", 6, 1, True), ("n2", 6, 1, True)]
+    first, last = siblings[0].block_ids
+    assert plan.copies == [(last, siblings[1].block_ids[1]), (last, siblings[2].block_ids[1])]
+    assert [seq.block_ids[0] for seq in siblings] == [first] * 3
+    assert [seq.num_cached_tokens for seq in siblings] == [0, 6, 6]
+    scheduler.commit(plan, device.run(plan))
+    drain(scheduler, device)
+    assert [seq.output_ids for seq in siblings] == [expected_output(siblings[0])] * 3
 
 
 def test_a_sibling_takes_over_when_the_first_is_aborted() -> None:

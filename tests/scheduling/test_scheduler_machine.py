@@ -43,6 +43,7 @@ class Workbench:
     operations = 0
     preemptions = 0
     hits = 0
+    copies = 0
 
     def __init__(self, **limits: object) -> None:
         self.scheduler: Scheduler = make_scheduler(**limits)
@@ -158,6 +159,7 @@ class Workbench:
             assert seq.finish_reason is not None
         type(self).preemptions += self.scheduler.counters.num_preemptions
         type(self).hits += self.scheduler.counters.prefix_cache_hits
+        type(self).copies += self.device.num_copies
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -217,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run_machine(max_examples: int, *, derandomize: bool, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
-    Workbench.operations = Workbench.preemptions = Workbench.hits = 0
+    Workbench.operations = Workbench.preemptions = Workbench.hits = Workbench.copies = 0
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(
@@ -237,6 +239,7 @@ def test_a_hundred_thousand_random_operations() -> None:
     assert Workbench.operations >= 100_000
     assert Workbench.preemptions >= 500
     assert Workbench.hits >= 10_000
+    assert Workbench.copies >= 500
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pallas_kernels.absent_devices import why_unavailable
 from pallas_kernels.inspection import nvidia
 from pallas_kernels.kv_layout import KVLayout, KVPages
 from pallas_kernels.page_copy import mosaic_gpu
-from pallas_kernels.page_copy.api import copy_pages
+from pallas_kernels.page_copy.api import check_supported, copy_pages
 
 NUM_PAGES = 9
 WHY_NOT = why_unavailable("h100")
@@ -92,6 +92,21 @@ def test_a_planted_race_is_caught() -> None:
     """One page is a target and a source."""
     with pytest.raises(Exception, match="RACE DETECTED"):
         check("mosaic_gpu", KVLayout(1, 1, 64, 16, "bfloat16"), [3, 4], [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "message"),
+    [
+        ("mosaic_gpu", KVLayout(1, 1, 64, 192, "bfloat16"), "up to 128 tokens or a multiple of it, not 192"),
+        ("mosaic_gpu", KVLayout(1, 1, 64, 16, "bfloat16", "token_major"), "head_major pools, not token_major"),
+        ("mosaic_tpu", KVLayout(1, 1, 64, 16, "bfloat16"), "token_major pools, not head_major"),
+    ],
+)
+def test_what_it_cannot_copy_is_an_error(backend: str, layout: KVLayout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_supported(backend, layout)
+    with pytest.raises(ValueError, match=message):
+        check(backend, layout, [3], [0])
 
 
 def test_ids_come_in_pairs() -> None:

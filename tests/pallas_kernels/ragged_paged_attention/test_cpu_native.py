@@ -1,13 +1,15 @@
-"""The native CPU backend: the cases of every backend, and what it promises beyond them."""
+"""The native CPU backend: what it promises beyond what every backend does."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures.attention_cases import CASES, LAYER, Batch, Case, make_batch, relative_error
+from fixtures.attention_backends import attend_here
+from fixtures.attention_cases import LAYER, Batch, Case, make_batch, relative_error
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
@@ -23,20 +25,7 @@ NEIGHBOURLY = (
 )
 
 
-def attend(batch: Batch, **changes: Array) -> np.ndarray:
-    case = batch.case
-    values = {name: getattr(batch, name) for name in ("q", "kv", "page_table", "cu_q_lens", "kv_lens", "num_seqs")}
-    out = ragged_paged_attention(
-        **(values | changes),
-        layer=jnp.int32(LAYER),
-        layout=case.layout,
-        scale=case.head_dim**-0.5,
-        sliding_window=case.window,
-        logit_soft_cap=case.soft_cap,
-        sinks=batch.sinks,
-        backend="cpu_native",
-    )
-    return np.asarray(out, np.float32)
+attend = functools.partial(attend_here, backend="cpu_native")
 
 
 def only(batch: Batch, sequence: int, first: int, last: int) -> dict[str, Array]:
@@ -51,13 +40,9 @@ def only(batch: Batch, sequence: int, first: int, last: int) -> dict[str, Array]
     }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_matches_the_dense_oracle(case: Case, seed: int) -> None:
-    batch = make_batch(case, seed)
-    out = attend(batch)
-    assert relative_error(out[: batch.tokens], batch.expected) < case.tolerance
-    assert not out[batch.tokens :].any()
+def test_rows_of_padding_are_zero() -> None:
+    batch = make_batch(Case("mixed", MIXED))
+    assert not attend(batch)[batch.tokens :].any()
 
 
 @pytest.mark.parametrize("case", NEIGHBOURLY, ids=lambda case: case.name)
