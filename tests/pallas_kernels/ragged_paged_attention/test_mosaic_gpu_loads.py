@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import pytest
-from hopper_attention import check
+from fixtures.attention_backends import batch_for, check, compare
+from fixtures.attention_cases import Case
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from oracle_dense import random_batch
 
 from pallas_kernels.ragged_paged_attention import mosaic_gpu_decode_produce as produce
 
@@ -46,10 +46,9 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
 def test_copies_outside_of_the_window_are_not_made(
     page_size: int, dtype: str, window: int | None, rows: int, keys: int, copied: Counter[tuple[int, ...]]
 ) -> None:
-    scales = "none" if dtype == "bfloat16" else "token"
-    batch = random_batch(30, [(1, 200)], num_kv_heads=1, page_size=page_size, kv_dtype=dtype, scales=scales)
-    check(batch, scales, decode_only=True, num_sms=1, sliding_window=window)
-    wanted = {(rows, 64): 2 * keys // rows} | ({(rows,): 2 * keys // rows} if scales == "token" else {})
+    case = Case("one decode", ((1, 200),), kv_heads=1, group=4, page=page_size, dtype=dtype, window=window)
+    check("mosaic_gpu", case, decode_only=True, num_sms=1)
+    wanted = {(rows, 64): 2 * keys // rows} | ({(rows,): 2 * keys // rows} if dtype == "int8" else {})
     assert {shape: n for shape, n in copied.items() if shape[0] == rows} == wanted
     assert sum(copied.values()) - sum(wanted.values()) <= 2 * 2, "queries"
 
@@ -60,6 +59,5 @@ def test_a_copy_too_few_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         produce, "copy_tile", lambda *args, first_key, **rest: copy_tile(*args, first_key=first_key + 16, **rest)
     )
-    batch = random_batch(31, [(1, 200)], num_kv_heads=1, page_size=64)
-    with pytest.raises(AssertionError, match="sequence 0"):
-        check(batch, decode_only=True, num_sms=1, sliding_window=100)
+    case = Case("one decode", ((1, 200),), kv_heads=1, group=4, page=64, dtype="bfloat16", window=100)
+    assert not compare("mosaic_gpu", batch_for("mosaic_gpu", case), decode_only=True, num_sms=1).is_right
