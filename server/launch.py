@@ -6,6 +6,7 @@ Exit codes: 0 after a drain, 1 when the model could not be had, 128 + the signal
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -133,6 +134,8 @@ class _Server(uvicorn.Server):
         if loaded.engine is None:
             self._fail(loaded.error)
             return
+        # What is alive now stays: the garbage collector need not look at it again, which takes long enough to be seen between tokens.
+        gc.freeze()
         loaded.engine.start()
         self._async_engine = loaded.engine
         self._state.use(loaded.engine)

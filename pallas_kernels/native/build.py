@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,8 @@ log = logging.getLogger("jaxkv")
 
 COMPILERS = ("c++", "g++", "clang++")
 # Contraction to fused multiply-adds is off by default in standard modes of GCC.
-FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fvisibility=hidden", "-w")
+LINK_FLAGS = ("-shared", "-fPIC")
 BUILD_TIMEOUT_SECONDS = 600
 _CPU_FIELDS = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags"} | {
     "CPU implementer",
@@ -91,7 +93,13 @@ def _compile(compiler: str, source: Source, flags: Sequence[str], library: Path)
     log.info("building %s with %s, once for this machine", source.name, compiler)
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as scratch:
         output = Path(scratch) / library.name
-        _run([compiler, *flags, *map(str, source.units), "-o", str(output)])
+        objects = [str(Path(scratch) / f"{number}.o") for number in range(len(source.units))]
+        commands = [
+            [compiler, *flags, "-c", str(unit), "-o", to] for unit, to in zip(source.units, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
+        _run([compiler, *LINK_FLAGS, *objects, "-o", str(output)])
         digest = Path(scratch) / "digest"
         digest.write_text(_digest_of(output), encoding="ascii")
         # The digest goes last: between the two renames the library counts as not intact.
@@ -129,7 +137,7 @@ def _writing_to(cache_dir: Path) -> Iterator[None]:
 
 def _key(compiler: str, source: Source, flags: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for text in (compiler, _run([compiler, "--version"]), *flags, *source.versions, _cpu()):
+    for text in (compiler, _run([compiler, "--version"]), *flags, *LINK_FLAGS, *source.versions, _cpu()):
         digest.update(text.encode() + b"\0")
     for path in (*source.units, *source.headers):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
