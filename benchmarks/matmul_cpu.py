@@ -1,9 +1,9 @@
-"""All matmuls of one step of the default model on CPU: bfloat16 weights against int8 weights.
+"""All matmuls of one step of the default model on CPU: bfloat16 and int8 weights, by XLA and by the native code.
 
     python benchmarks/matmul_cpu.py [--rounds 9] [--tokens 8 16 32]
 
-The layers run in one compiled scan over stacked weights, as in the engine's step; the output matrix is timed by itself. The forms
-take turns; the table shows each one's best round.
+The layers run in one compiled scan over stacked weights, as in the engine's step, where the native code has them packed; the output matrix
+is timed by itself. The forms take turns; the table shows each one's best round.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
-from pallas_kernels.quantized_matmul.api import quantized_matmul
+from pallas_kernels.dense_matmul.api import Backend
+from pallas_kernels.matmul import Weight, matmul
+from pallas_kernels.packed_weight.weight import pack
 from pallas_kernels.quantized_matmul.weights import QuantizedWeight
 
 LAYERS, HIDDEN, WIDE, VOCABULARY = 30, 576, 1536, 49152
@@ -32,33 +34,38 @@ SHAPES = {
     "up": (WIDE, HIDDEN),
     "down": (HIDDEN, WIDE),
 }
-FORMS = ("bfloat16", "int8")
+FORMS: tuple[tuple[str, Backend], ...] = tuple(
+    (dtype, backend) for dtype in ("bfloat16", "int8") for backend in ("reference", "cpu_native")
+)
 
 
-def multiply(x: Array, weight: Array | QuantizedWeight) -> Array:
-    if isinstance(weight, QuantizedWeight):
-        return quantized_matmul(x, weight)
-    return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32).astype(x.dtype)
+def layers(x: Array, stacks: dict[str, Weight], backend: Backend) -> Array:
+    def layer(x: Array, index: Array) -> tuple[Array, None]:
+        def multiply(x: Array, name: str) -> Array:
+            return matmul(x, stacks[name], index, backend=backend)
+
+        mixed = multiply(multiply(x, "qkv")[:, :HIDDEN], "o")
+        return multiply(multiply(mixed, "gate") * multiply(mixed, "up"), "down"), None
+
+    return jax.lax.scan(layer, x, jnp.arange(LAYERS))[0]
 
 
-def layers(x: Array, stacks: dict[str, Any]) -> Array:
-    def layer(x: Array, weights: dict[str, Any]) -> tuple[Array, None]:
-        mixed = multiply(multiply(x, weights["qkv"])[:, :HIDDEN], weights["o"])
-        return multiply(multiply(mixed, weights["gate"]) * multiply(mixed, weights["up"]), weights["down"]), None
-
-    return jax.lax.scan(layer, x, stacks)[0]
-
-
-def make_weight(form: str, *shape: int) -> Array | QuantizedWeight:
+def make_weight(dtype: str, *shape: int) -> Array | QuantizedWeight:
     key = jax.random.key(0)
-    if form == "bfloat16":
+    if dtype == "bfloat16":
         return jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(0.02)
-    return QuantizedWeight(jax.random.randint(key, shape, -127, 128, jnp.int8), jnp.full(shape[:-1], 3e-4), kind="int8")
+    values = jax.random.randint(key, shape, -127, 128, jnp.int8)
+    return QuantizedWeight(values, jnp.full(shape[:-1], 3e-4), kind="int8", rotated=True)
 
 
-def seconds(step: Callable[..., Array], arguments: tuple[Any, ...]) -> float:
+def make_stack(dtype: str, backend: Backend, *shape: int) -> Weight:
+    weight = make_weight(dtype, LAYERS, *shape)
+    return pack(weight, (LAYERS, *shape)) if backend == "cpu_native" else weight
+
+
+def seconds(step: Callable[[], Array]) -> float:
     start = time.perf_counter()
-    jax.block_until_ready(step(*arguments))
+    jax.block_until_ready(step())
     return time.perf_counter() - start
 
 
@@ -79,27 +86,27 @@ def main() -> None:
         f"JAX {jax.__version__}, jaxlib {jaxlib.__version__}; best of {options.rounds} interleaved rounds, milliseconds"
     )
     print(f"{LAYERS} layers of {SHAPES}; output matrix {VOCABULARY} x {HIDDEN}\n")
-    stacks = {form: {name: make_weight(form, LAYERS, *shape) for name, shape in SHAPES.items()} for form in FORMS}
-    heads = {form: make_weight(form, VOCABULARY, HIDDEN) for form in FORMS}
-    run_layers, run_head = jax.jit(layers), jax.jit(multiply)
-    print("| tokens | layers bfloat16 | layers int8 | ratio | output bfloat16 | output int8 | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    stacks = {form: {name: make_stack(*form, *shape) for name, shape in SHAPES.items()} for form in FORMS}
+    heads = {dtype: make_weight(dtype, VOCABULARY, HIDDEN) for dtype, _ in FORMS}
+    run_layers, run_head = jax.jit(layers, static_argnames="backend"), jax.jit(matmul, static_argnames="backend")
+    names = [f"{dtype}, {'XLA' if backend == 'reference' else 'native'}" for dtype, backend in FORMS]
+    print(
+        f"| tokens | {' | '.join(f'layers {name}' for name in names)} | {' | '.join(f'output {name}' for name in names)} |"
+    )
+    print(f"|---|{'---|' * 2 * len(FORMS)}")
     for tokens in options.tokens:
         x = jax.random.normal(jax.random.key(1), (tokens, HIDDEN), jnp.bfloat16)
-        runs: dict[tuple[str, str], tuple[Callable[..., Array], tuple[Any, ...]]] = {}
-        for form in FORMS:
-            runs["layers", form] = (run_layers, (x, stacks[form]))
-            runs["head", form] = (run_head, (x, heads[form]))
+        runs: dict[tuple[str, str, Backend], Callable[[], Array]] = {}
+        for dtype, backend in FORMS:
+            runs["layers", dtype, backend] = partial(run_layers, x, stacks[dtype, backend], backend=backend)
+            runs["head", dtype, backend] = partial(run_head, x, heads[dtype], backend=backend)
         best = dict.fromkeys(runs, float("inf"))
         for step in runs.values():
-            seconds(*step)  # compiles
+            seconds(step)  # compiles
         for _ in range(options.rounds):
             for name, step in runs.items():
-                best[name] = min(best[name], seconds(*step) * 1e3)
-        cells = [f"{tokens}"]
-        for part in ("layers", "head"):
-            wide, narrow = (best[part, form] for form in FORMS)
-            cells += [f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.1f}x"]
+                best[name] = min(best[name], seconds(step) * 1e3)
+        cells = [f"{tokens}", *(f"{best[part, *form]:.1f}" for part in ("layers", "head") for form in FORMS)]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 

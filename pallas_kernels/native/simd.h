@@ -1,4 +1,4 @@
-// Vectors of the width that the target CPU has, through the vector types that GCC and Clang share: no intrinsics.
+// Vectors of the width that the target CPU has, through the vector types that GCC and Clang share: no intrinsics here.
 // The compiler lowers them to AVX-512, AVX2, SSE or NEON.
 #pragma once
 

@@ -1,7 +1,7 @@
-"""Quantized matmul in plain XLA: the oracle of the kernels and the path of CPUs.
+"""Quantized matmul in plain XLA: the oracle of the kernels, and the path of CPUs where native code cannot be built.
 
 On a CPU an int8 x int8 -> int32 product of two matrices, both contracted on their last axis, reads the weights as bytes and
-makes no wider copy of them. It was faster than bfloat16 from 8 to 512 rows (`benchmarks/matmul_cpu.py`): narrow and wide
+makes no wider copy of them. It is faster than bfloat16 from 8 to 512 rows (`benchmarks/matmul_cpu.py`): narrow and wide
 steps take one path. Fewer rows are padded. A scan over stacked layers copies a layer's slice first; layers as separate arrays were
 no faster, and compile several times longer.
 """

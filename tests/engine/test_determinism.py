@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fixtures.engine_setups import HOPPER, OWN_CHOICE, SETUPS, TPU, XLA, Setup
 from fixtures.tiny_engine import tiny_engine
-from fixtures.workload import Answer, answer_of, run_together
+from fixtures.workload import Answer, answer_of, mixed_jobs, run_alone, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,6 +144,17 @@ def test_after_forced_preemption(setup: Setup, alone: list[Answer]) -> None:
     jobs = setup.jobs[:2] if setup.is_interpreted else setup.jobs
     setup.check(run_together(engine, jobs), alone[: len(jobs)])
     assert engine.stats().num_preemptions > 0
+
+
+def test_in_bfloat16() -> None:
+    """Native code adds up every product of a row in one order, whatever the other rows."""
+    settings = {"dtype": "bfloat16", "num_blocks": 128, "max_num_seqs": 32, "attention_backend": "cpu_native"}
+    jobs = mixed_jobs(32)
+    alone = run_alone(tiny_engine(**settings, enable_prefix_caching=False), jobs)
+    engine = tiny_engine(**settings)
+    assert run_together(engine, jobs) == alone
+    assert run_together(engine, jobs) == alone
+    assert run_together(tiny_engine(**settings, max_num_batched_tokens=32), jobs) == alone
 
 
 @pytest.mark.parametrize("shards", [2, 4])
