@@ -135,6 +135,7 @@ class _Server(uvicorn.Server):
             self._fail(loaded.error)
             return
         # What is alive now stays: the garbage collector need not look at it again, which takes long enough to be seen between tokens.
+        gc.collect()
         gc.freeze()
         loaded.engine.start()
         self._async_engine = loaded.engine

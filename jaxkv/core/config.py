@@ -28,7 +28,7 @@ class EngineConfig:
     kv_cache_dtype: auto = dtype; int8 and fp8 pools hold a byte per element and a float32 scale per token and head.
     kv_cache_scales: a JSON file of static scales, one per layer and KV head, in place of those per token
       (see `jaxkv.cache.static_scales`); None = none.
-    attention_backend: auto = the best for the devices, see `pallas_kernels.backends`.
+    attention_backend: auto = the best for the devices, see `pallas_kernels.backends`. With cpu_native matmuls are native too.
     memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
     max_queued_requests: requests that may wait in an AsyncEngine, choices counted; None = no limit.

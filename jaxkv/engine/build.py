@@ -18,7 +18,7 @@ from jaxkv.cache.static_scales import read_static_scales, split_static_scales
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
 from jaxkv.engine.admission import Admission
-from jaxkv.engine.attention_choice import choose_backend, choose_matmul_backend
+from jaxkv.engine.backend_choice import choose_backend, choose_matmul_backend
 from jaxkv.engine.engine import Engine
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.params import Params
@@ -122,8 +122,8 @@ def assemble(
     buckets = make_buckets(
         max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, max_pages=max_pages
     )
+    matmul_backend = choose_matmul_backend(backend, shards, split, config.dtype)
     placed = put_params(mesh, split, split_params(model, split, params))
-    matmul_backend = choose_matmul_backend(backend, shards)
     packed = matmul_backend == "cpu_native" and packable(split, placed)
     if packed:
         placed = pack_layers(split, placed)
@@ -149,8 +149,8 @@ def assemble(
         matmul_backend=matmul_backend,
         packed=packed,
     )
-    if mesh.devices.flat[0].platform == "cpu":
-        keep_freed_memory()
+    if mesh.devices.flat[0].platform == "cpu" and not keep_freed_memory():
+        log.info("malloc of this system cannot be told to keep memory: steps may be slower")
     runner = Runner(spec, placed, buckets, memory.num_blocks, _static_scales(config, model, split))
     runner.warm_up()
     limits = _scheduler_config(config, memory.num_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -14,8 +15,8 @@ from jaxkv.models.params import Params
 from jaxkv.models.rope import rotate
 from pallas_kernels.dense_matmul.api import Backend
 from pallas_kernels.gated_mlp.api import gated_mlp
-from pallas_kernels.matmul import Plain, Weight, matmul, reshape_weight
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight, lookup
+from pallas_kernels.matmul import Weight, matmul
+from pallas_kernels.quantized_matmul.weights import Plain, QuantizedWeight, lookup
 
 Cache = TypeVar("Cache")
 Attend = Callable[
@@ -42,8 +43,8 @@ def forward[Cache](
     rows: how many of the first tokens are no padding; what comes out for the others means nothing.
     """
     hidden = _embed(params["embed"], tokens, dtype)
-    shapes = matrix_shapes(config)
-    weights = {name: reshape_weight(params["layers"][name], *shape) for name, shape in shapes.items()}
+    multiply = partial(matmul, backend=backend, rows=rows)
+    weights = params["layers"]
 
     def layer(carry: tuple[Cache, Array], inputs: tuple[Array, Params]) -> tuple[tuple[Cache, Array], None]:
         cache, hidden = carry
@@ -52,30 +53,15 @@ def forward[Cache](
         # vectorize: they ran seven times longer.
         norms = jax.lax.optimization_barrier(norms)
         normed = rms_norm(hidden, norms["attn_norm"], config.rms_norm_eps)
-        cache, mixed = _attention(config, weights, cache, index, normed, positions, attend, backend, rows)
+        cache, mixed = _attention(config, weights, cache, index, normed, positions, attend, multiply)
         hidden = hidden + mixed
         normed = rms_norm(hidden, norms["mlp_norm"], config.rms_norm_eps)
         mlp = gated_mlp(normed, weights["gate_up"], weights["down"], index, backend=backend, rows=rows)
         return (cache, hidden + mlp), None
 
-    norms = {name: params["layers"][name] for name in ("attn_norm", "mlp_norm")}
+    norms = {name: weights[name] for name in ("attn_norm", "mlp_norm")}
     (cache, hidden), _ = jax.lax.scan(layer, (cache, hidden), (jnp.arange(config.num_layers), norms))
     return cache, rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
-
-
-def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The layers' weights as stacks of matrices [..., out, in], heads taken together.
-
-    XLA's CPU backend multiplies by weights of more dimensions several times slower.
-    """
-    L, E, F = config.num_layers, config.hidden_size, config.intermediate_size
-    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
-    return {
-        "qkv": (L, K * (G + 2) * D, E),
-        "o": (L, E, K * G * D),
-        "gate_up": (L, 2, F, E),
-        "down": (L, E, F),
-    }
 
 
 def logits(
@@ -114,14 +100,13 @@ def _attention[Cache](
     normed: Float[Array, "T E"],
     positions: Int[Array, " T"],
     attend: Attend[Cache],
-    backend: Backend,
-    rows: Int[Array, ""] | None,
+    multiply: Callable[[Array, Weight, Array], Array],
 ) -> tuple[Cache, Float[Array, "T E"]]:
     T, (K, G, D) = normed.shape[0], (config.num_kv_heads, config.group_size, config.head_dim)
-    qkv = matmul(normed, weights["qkv"], layer, backend=backend, rows=rows).reshape(T, K, G + 2, D)
+    qkv = multiply(normed, weights["qkv"], layer).reshape(T, K, G + 2, D)
     qk = rotate(qkv[:, :, : G + 1], positions, config.rope)
     cache, mixed = attend(cache, layer, qk[:, :, :G], qk[:, :, G], qkv[:, :, G + 1])
-    return cache, matmul(mixed.reshape(T, K * G * D), weights["o"], layer, backend=backend, rows=rows)
+    return cache, multiply(mixed.reshape(T, K * G * D), weights["o"], layer)
 
 
 def _embed(table: Plain, tokens: Int[Array, " T"], dtype: str) -> Float[Array, "T E"]:

@@ -50,3 +50,15 @@ def declare_params(config: ModelConfig) -> dict[str, Any]:
     if not config.tie_embeddings:
         tree["lm_head"] = ParamSpec((V, E), ("vocab", None))
     return tree
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The layers' weights as stacks of matrices [..., out, in]: heads taken together."""
+    L, E, F = config.num_layers, config.hidden_size, config.intermediate_size
+    K, G, D = config.num_kv_heads, config.group_size, config.head_dim
+    return {
+        "qkv": (L, K * (G + 2) * D, E),
+        "o": (L, E, K * G * D),
+        "gate_up": (L, 2, F, E),
+        "down": (L, E, F),
+    }

@@ -23,5 +23,5 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError):  # another C library than glibc
         return False
     wanted = ((_M_MMAP_THRESHOLD, 64 * _MIB), (_M_TRIM_THRESHOLD, 256 * _MIB), (_M_TOP_PAD, 64 * _MIB))
-    taken = [mallopt(name, value) for name, value in wanted]
-    return all(taken)
+    # In this order, and no further than it goes: each setting alone ends malloc's own adapting to what it sees.
+    return all(mallopt(name, value) for name, value in wanted)

@@ -8,8 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import matrix_shapes
-from jaxkv.models.params import Params
+from jaxkv.models.params import Params, matrix_shapes
 from jaxkv.runtime.mesh import replicated
 from pallas_kernels.packed_weight.weight import PackedWeight, can_pack, pack
 

@@ -44,8 +44,8 @@ class StepOutput:
 class StepSpec:
     """The static arguments of a step.
 
-    backend: of attention and the KV cache. dtype: of activations. quantized: the parameter tree holds QuantizedWeights.
-    packed: those of the layers are PackedWeights.
+    backend: of attention and the KV cache. matmul_backend: of the layers' matmuls and the output table. dtype: of activations.
+    quantized: the parameter tree holds QuantizedWeights. packed: those of the layers are PackedWeights.
     """
 
     model: ModelConfig

@@ -14,7 +14,7 @@ from jaxkv.runtime.arrays import HostOrDevice
 from jaxkv.runtime.sampler import SamplingFlags
 
 MIN_ROWS = 8
-"""No step has fewer token rows: narrower matmuls are slower on CPU, and no faster elsewhere."""
+"""No step has fewer token rows: narrower matmuls are no faster, and by XLA on CPU slower."""
 FROM_SLOT = -1
 """In place of a token id: the slot's newest token, which the device may know before the host does."""
 _ROW_MULTIPLE = 32

@@ -30,12 +30,12 @@ def dense_matmul(
 ) -> Float[Array, "T out"]:
     """x times the transposed weight, added up in float32, in x's dtype or in `out_dtype`.
 
-    weight: [out, in], or a stack [L, out, in] of which `layer` picks one.
+    weight: [out, in], or a stack [L, out, in] of which `layer`, in [0, L), picks one.
     rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
     packed: the weight is what a PackedWeight holds, which `cpu_native` alone reads.
 
     On `cpu_native` both are float32 or both bfloat16, and a row's result is the same alone and in any batch, bit for bit.
-    Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
+    Raises ValueError for shapes that do not fit each other, and for what the backend cannot do.
     """
     if backend not in BACKENDS:
         raise ValueError(f"matmul backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")

@@ -1,4 +1,4 @@
-"""The gated MLP of a layer: down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020), with float or quantized weights.
+"""The gated MLP of a layer: down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020), with weights of floats, int8 or FP8.
 
 `reference` is three matmuls and what XLA makes of the rest. `cpu_native` is one call: gate and up meet in registers.
 """
@@ -29,7 +29,7 @@ def gated_mlp(
     rows: only the first `rows` are wanted, all if None. What others hold means nothing; `cpu_native` does not compute them.
 
     On `cpu_native` a row's result is the same alone and in any batch, bit for bit.
-    Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
+    Raises ValueError for shapes that do not fit each other, and for what the backend cannot do.
     """
     if backend not in BACKENDS:
         raise ValueError(f"MLP backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
@@ -48,9 +48,14 @@ def gated_mlp(
     last = down.plain if isinstance(down, PackedWeight) else down
     if isinstance(first, QuantizedWeight) != isinstance(last, QuantizedWeight):
         raise ValueError("gate_up and down must both be quantized, or neither")
+    for weight in (first, last):
+        if isinstance(weight, QuantizedWeight) and weight.kind == "int4":
+            raise ValueError("a gated MLP has no int4 weights: quantize them to int8 or fp8_e4m3")
+    if not F or not E:
+        raise ValueError(f"gate_up of shape {gate_up.shape} is empty")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     if backend == "cpu_native":
         cpu_native.check_supported(x.dtype, first, last)
         return cpu_native.mlp(x, first, last, layer, jnp.int32(x.shape[0]) if rows is None else rows, packed=packed)
-    return reference.mlp(x, gate_up, down, layer)
+    return reference.mlp(x, first, last, layer)

@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dense_matmul import cpu_native as dense
 from pallas_kernels.native import library
 from pallas_kernels.quantized_matmul import api as quantized
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight
-
-Plain = jax.Array | QuantizedWeight
+from pallas_kernels.quantized_matmul.weights import Plain, QuantizedWeight
 
 
 def check_supported(dtype: jnp.dtype, gate_up: Plain, down: Plain) -> None:

@@ -168,8 +168,8 @@ def page_copy(shape: Shape, backend: Backend) -> Call:
 
 
 def matmul(shape: Shape, backend: Backend) -> Call:
-    """One layer of a stack of quantized weights; on CPU by XLA, which is what serves there."""
-    chosen = "reference" if backend == "cpu_native" else backend
+    """One layer of a stack of quantized weights; on CPU by XLA where native code has no such kind."""
+    chosen = "reference" if backend == "cpu_native" and shape.kind != "int8" else backend
     T, out, width, group = shape.tokens, shape.outputs, shape.inputs, 128
     if shape.kind == "int4":
         grouped = (LAYERS, width // group, out)

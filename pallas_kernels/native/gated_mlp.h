@@ -7,8 +7,9 @@
 namespace jaxkv {
 
 inline Floats silu(Floats x) {
-  const Floats minus = -x;
-  return x / (1.0f + exp(select(minus > 88.0f, splat(88.0f), minus)));
+  const Floats result = x / (1.0f + exp(select(x < -88.0f, splat(88.0f), -x)));
+  // Below -88 the result is nothing; but an infinite x must show.
+  return select((x < -88.0f) & (x > -__builtin_inff()), Floats{}, result);
 }
 
 template <class Weights>

@@ -176,6 +176,7 @@ template <class Product, int Matrices, class Pool, class Store>
 void multiply(const Matmul& call, const char* const (&weights)[Matrices], Pool& pool, Store put) {
   constexpr int64_t kChunk = 128;   // rows that repay the packing of a panel
   constexpr int64_t kFewRows = 64;  // below, memory is the limit: a thread takes neighbouring panels
+  if (call.out == 0 || call.T == 0) return;
   const int64_t panels = (call.out + kPanel - 1) / kPanel, threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t chunk = panels < 4 * threads ? kChunk : std::max<int64_t>(call.T, 1), chunks = (call.T + chunk - 1) / chunk;
   const int64_t run = call.T < kFewRows ? (panels + 2 * threads - 1) / (2 * threads) : 1, runs = (panels + run - 1) / run;

@@ -11,39 +11,43 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from pallas_kernels.native import library
-from pallas_kernels.quantized_matmul.weights import QuantizedWeight
+from pallas_kernels.quantized_matmul.weights import Plain, QuantizedWeight
 
 _WORD_BYTES = 4
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
 
 
 @struct.dataclass
 class PackedWeight:
     """A weight [..., out, in] with permuted bytes. plain: the array or QuantizedWeight that has its shapes and dtypes."""
 
-    plain: jax.Array | QuantizedWeight
+    plain: Plain
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.plain.shape
 
 
-def can_pack(weight: jax.Array | QuantizedWeight, shape: Sequence[int]) -> bool:
-    """Whether `pack` takes it: rows of whole words, and for the quantized of kind int8."""
-    if isinstance(weight, QuantizedWeight) and weight.kind != "int8":
-        return False
-    return shape[-1] * _values(weight).dtype.itemsize % _WORD_BYTES == 0
+def can_pack(weight: Plain, shape: Sequence[int]) -> bool:
+    """Whether `pack` takes it: float32, bfloat16 or int8 in rows of whole words."""
+    dtype = _values(weight).dtype
+    return dtype in _DTYPES and shape[-1] * dtype.itemsize % _WORD_BYTES == 0
 
 
-def pack(weight: jax.Array | QuantizedWeight, shape: Sequence[int]) -> PackedWeight:
+def pack(weight: Plain, shape: Sequence[int]) -> PackedWeight:
     """Packs a weight that is `shape` [..., out, in] on the CPU where it lies: it must not be used afterwards.
 
     Raises ValueError for one that `can_pack` refuses, and NativeBuildError.
     """
     if not can_pack(weight, shape):
-        raise ValueError(f"a weight of shape {tuple(shape)} cannot be packed: its rows are not whole words of 4 bytes")
+        raise ValueError(
+            f"a weight of shape {tuple(shape)} in {_values(weight).dtype} cannot be packed: it must be float32, bfloat16 or int8, in "
+            f"rows of whole words of {_WORD_BYTES} bytes"
+        )
     library.load()
     packed = jax.jit(_pack, static_argnums=1, donate_argnums=0)(_values(weight), tuple(shape))
     if isinstance(weight, QuantizedWeight):
@@ -51,7 +55,7 @@ def pack(weight: jax.Array | QuantizedWeight, shape: Sequence[int]) -> PackedWei
     return PackedWeight(packed)
 
 
-def _values(weight: jax.Array | QuantizedWeight) -> jax.Array:
+def _values(weight: Plain) -> jax.Array:
     return weight.values if isinstance(weight, QuantizedWeight) else weight
 
 

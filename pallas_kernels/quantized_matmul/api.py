@@ -13,7 +13,6 @@ part of the rows by itself and returns a part of the sum; ask for float32 and ad
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal, cast, get_args
 
 import jax
@@ -25,7 +24,7 @@ from pallas_kernels.device_tables import current_device_kind
 from pallas_kernels.quantized_matmul import cpu_native, mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.quantized_matmul.rotation import rotate
 from pallas_kernels.quantized_matmul.tuning import blocks_for, tiles_for
-from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind
+from pallas_kernels.quantized_matmul.weights import Kind, QuantizedWeight, check_group, check_kind, layer_of
 
 Backend = Literal["reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -83,14 +82,16 @@ def quantized_matmul(
         raise ValueError(
             f"activations of shape {x.shape} do not fit a weight of {in_features} inputs: they must be [T, in]"
         )
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if backend == "cpu_native" and dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"matmul backend 'cpu_native' returns bfloat16 or float32, not {dtype}: use 'reference'")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
-    dtype = jnp.dtype(out_dtype or x.dtype)
     if packed and backend != "cpu_native":
         raise ValueError(f"a packed weight can be read by matmul backend 'cpu_native' only, not by {backend!r}")
     if backend == "reference":
-        one = weight if layer is None else _slice(weight, layer)
+        one = weight if layer is None else cast(QuantizedWeight, layer_of(weight, layer))
         return reference.matmul(rotate(x) if weight.rotated else x, one, dtype)
     if layer is None:
         weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
@@ -112,11 +113,3 @@ def _check_stacked(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> Non
             f"a weight of shape {weight.shape} must be [out, in] without `layer`, or [L, out, in] with `layer` "
             f"({'given' if layer is not None else 'not given'} here)"
         )
-
-
-def _slice(stack: QuantizedWeight, layer: Int[Array, ""]) -> QuantizedWeight:
-    sliced: QuantizedWeight = jax.tree.map(
-        lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack
-    )
-    # XLA would cut the scales from their stack in the middle of an elementwise loop, which its CPU backend then does not vectorize.
-    return dataclasses.replace(sliced, scales=jax.lax.optimization_barrier(sliced.scales))

@@ -1,4 +1,4 @@
-"""Quantized matmul in plain XLA: the oracle of the kernels, and the path of CPUs where native code cannot be built.
+"""Quantized matmul in plain XLA: the oracle of the kernels, and the path of the engine wherever native CPU code does not serve.
 
 On a CPU an int8 x int8 -> int32 product of two matrices, both contracted on their last axis, reads the weights as bytes and
 makes no wider copy of them. It is faster than bfloat16 from 8 to 512 rows (`benchmarks/matmul_cpu.py`): narrow and wide

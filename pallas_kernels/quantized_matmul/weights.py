@@ -17,6 +17,7 @@ says so in code.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, cast, get_args
 
 import jax
@@ -69,6 +70,19 @@ class QuantizedWeight:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+
+Plain = jax.Array | QuantizedWeight
+"""A weight whose bytes are in the order of its shape."""
+
+
+def layer_of(stack: Plain, layer: Int[Array, ""]) -> Plain:
+    """One layer [...] of a stack [L, ...]."""
+    one: Plain = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, layer, keepdims=False), stack)
+    if isinstance(one, QuantizedWeight):
+        # XLA would cut the scales from their stack in the middle of an elementwise loop, which its CPU backend then does not vectorize.
+        return dataclasses.replace(one, scales=jax.lax.optimization_barrier(one.scales))
+    return one
 
 
 def quantize(weight: np.ndarray[Any, Any], kind: Kind, *, group: int = 128, rotated: bool = False) -> QuantizedWeight:

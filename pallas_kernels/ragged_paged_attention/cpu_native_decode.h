@@ -99,7 +99,7 @@ inline void mix_columns(const BlockRows<T>& block, const BlockRows<T>* next, int
     unroll<kVectors>([&](auto v) JAXKV_INLINE { sums[h][v] = load(acc + h * width + column + v * kLanes) * shrink[h]; });
   });
   for (int64_t key = block.first; key < block.count; ++key) {
-    if (next && key < next->count) prefetch_rows(next->values, key, key + 1, width);
+    if (next && key >= next->first && key < next->count) prefetch_rows(next->values, key, key + 1, width);
     const T* row = block.values[key] + column;
     Floats weight[Heads];
     unroll<Heads>([&](auto h) JAXKV_INLINE { weight[h] = splat(weights[h * kKeyBlock + key]); });

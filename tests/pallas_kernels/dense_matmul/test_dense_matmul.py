@@ -48,6 +48,12 @@ def test_a_row_is_the_same_in_every_batch_and_padding_is_not_computed(dtype: str
         assert not some[rows:].any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("T", "out"), [(0, 5), (3, 0)])
+def test_nothing_by_something(T: int, out: int, backend: Any) -> None:
+    assert multiply(jnp.ones((T, 8)), jnp.ones((out, 8)), backend=backend).shape == (T, out)
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "options", "message"),
     [

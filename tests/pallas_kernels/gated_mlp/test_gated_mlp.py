@@ -50,7 +50,7 @@ def test_the_numbers(shape: tuple[int, int, int], dtype: str, int8: bool, backen
 
 def test_a_gate_far_from_zero_is_the_identity_or_nothing() -> None:
     gate_up = jnp.stack([jnp.full((1, 1), 1.0), jnp.full((1, 1), 1.0)])[None]
-    x = jnp.array([[-1e4], [-88.5], [0.0], [1e4]])
+    x = jnp.array([[-1e30], [-88.5], [0.0], [1e4]])
     got = mlp(x, gate_up, jnp.ones((1, 1, 1)), jnp.int32(0), backend="cpu_native")
     np.testing.assert_allclose(np.asarray(got)[:, 0], [0.0, 0.0, 0.0, 1e8], atol=1e-30)
 
@@ -76,6 +76,14 @@ def test_refusals() -> None:
     layer = jnp.int32(0)
     with pytest.raises(ValueError, match="do not fit each other"):
         gated_mlp(x, gate_up, down[:, :, :-1], layer, backend="cpu_native")
+    with pytest.raises(ValueError, match=r"gate_up of shape \(1, 2, 0, 4\) is empty"):
+        gated_mlp(jnp.ones((2, 4)), jnp.ones((1, 2, 0, 4)), jnp.ones((1, 4, 0)), layer, backend="cpu_native")
+    with pytest.raises(ValueError, match="no int4 weights"):
+        int4 = (
+            quantize(np.ones((1, 2, 96, 64), np.float32), "int4", group=32),
+            quantize(np.ones((1, 64, 96)), "int4", group=32),
+        )
+        gated_mlp(x[:, :64], *int4, layer, backend="reference")
     with pytest.raises(ValueError, match="both be quantized, or neither"):
         gated_mlp(x, gate_up, int8_down, layer, backend="cpu_native")
     with pytest.raises(ValueError, match="dtype int32 are not supported"):

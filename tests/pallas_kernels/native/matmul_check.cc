@@ -145,6 +145,38 @@ bool check_mlp(int64_t T_, int64_t E, int64_t F, double bound) {
   return error < bound;
 }
 
+// The int8 MLP against its plain weights, and packed against not packed.
+bool check_int8_mlp(int64_t T_, int64_t E, int64_t F) {
+  const auto x = floats<float>(T_ * E, 1.0f);
+  const std::vector<float> scales(F + E, 0.001f);
+  std::vector<int8_t> gate(F * E), up(F * E), down(E * F);
+  for (auto* weights : {&gate, &up, &down}) {
+    for (int8_t& value : *weights) value = static_cast<int8_t>(random_bits());
+  }
+  auto result = [&](const std::vector<int8_t>& a, const std::vector<int8_t>& b, const std::vector<int8_t>& c, bool packed) {
+    std::vector<float> out(T_ * E);
+    ThreadPool pool;
+    using Weights = Int8Weights<float>;
+    const Weights first{a.data(), scales.data(), false, packed}, second{b.data(), scales.data(), false, packed};
+    GatedMlp<Weights>{T_, E, F, x.data(), first, second, {c.data(), scales.data(), false, packed}}.run(pool, out.data());
+    return out;
+  };
+  const auto got = result(gate, up, down, false);
+  const bool same = result(packed<Int8Words>(gate, F, E), packed<Int8Words>(up, F, E), packed<Int8Words>(down, E, F), true) == got;
+  auto plain = [](const std::vector<int8_t>& weights) {
+    std::vector<double> values(weights.begin(), weights.end());
+    for (double& value : values) value *= 0.001;
+    return values;
+  };
+  auto activated = multiply_plainly(x, plain(gate), T_, E, F);
+  const auto other = multiply_plainly(x, plain(up), T_, E, F);
+  for (size_t i = 0; i < activated.size(); ++i) activated[i] *= other[i] / (1 + std::exp(-activated[i]));
+  std::vector<float> rounded(activated.begin(), activated.end());
+  const double error = relative_error(got, multiply_plainly(rounded, plain(down), T_, F, E));
+  std::printf("int8 MLP %dx%dx%d: error %.2e, packed %s\n", int(T_), int(E), int(F), error, same ? "the same" : "DIFFERS");
+  return same && error < 0.05;
+}
+
 }  // namespace
 
 int main() {
@@ -158,6 +190,6 @@ int main() {
     }
   }
   good &= check_int8(2, 70, 50, true);
-  good &= check_mlp<float>(11, 30, 50, 1e-5) && check_mlp<BFloat16>(3, 64, 130, 1e-2);
+  good &= check_mlp<float>(11, 30, 50, 1e-5) && check_mlp<BFloat16>(3, 64, 130, 1e-2) && check_int8_mlp(9, 100, 132);
   return good ? 0 : 1;
 }

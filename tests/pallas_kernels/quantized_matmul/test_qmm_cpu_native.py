@@ -87,6 +87,12 @@ def test_other_kinds_are_refused(kind: Any) -> None:
         quantized_matmul(jnp.ones((2, 64)), weight, backend="cpu_native")
 
 
+def test_another_result_type_is_refused() -> None:
+    x, weight = problem(2, 8, 64)
+    with pytest.raises(ValueError, match="returns bfloat16 or float32, not float16"):
+        quantized_matmul(x, weight, out_dtype=jnp.float16, backend="cpu_native")
+
+
 def test_a_packed_weight_is_refused_by_other_backends() -> None:
     weight = quantize(np.ones((8, 64), np.float32), "int8")
     with pytest.raises(ValueError, match="packed weight can be read by matmul backend 'cpu_native' only"):

@@ -1,13 +1,16 @@
-"""Which attention backend an engine uses: decided once, when it is built, and logged."""
+"""Which backends an engine uses, of attention and of matmuls: decided once, when it is built, and logged."""
 
 from __future__ import annotations
 
 import logging
+from typing import cast
 
 import jax
 
 from jaxkv.core.config import EngineConfig
 from jaxkv.core.errors import ConfigError
+from jaxkv.models.config import ModelConfig
+from jaxkv.models.params import matrix_shapes
 from pallas_kernels.backends import Backend, best_for, check_backend, check_device, why_not_fp8
 from pallas_kernels.cuda_compiler import CudaCompilerError
 from pallas_kernels.dense_matmul import api as dense_matmul
@@ -39,13 +42,19 @@ def choose_backend(config: EngineConfig, device: jax.Device) -> Backend:
     return backend
 
 
-def choose_matmul_backend(backend: Backend, shards: int) -> dense_matmul.Backend:
+def choose_matmul_backend(backend: Backend, shards: int, model: ModelConfig, dtype: str) -> dense_matmul.Backend:
     """The backend of the matmuls beside an attention backend: native code goes with native code, where weights are whole."""
-    if backend == "cpu_native" and shards == 1:
-        log.info("matmul backend: cpu_native (native code for this CPU)")
-        return "cpu_native"
-    log.info("matmul backend: reference (XLA)")
-    return "reference"
+    odd = [f"{name} has rows of {shape[-1]}" for name, shape in matrix_shapes(model).items() if shape[-1] % 2]
+    if backend != "cpu_native":
+        chosen, reason = "reference", "XLA"
+    elif shards > 1:
+        chosen, reason = "reference", f"XLA, as weights are spread over {shards} devices"
+    elif dtype == "bfloat16" and odd:
+        chosen, reason = "reference", f"XLA, as native code reads pairs of bfloat16, but {', '.join(odd)}"
+    else:
+        chosen, reason = "cpu_native", "native code for this CPU"
+    log.info("matmul backend: %s (%s)", chosen, reason)
+    return cast(dense_matmul.Backend, chosen)
 
 
 def _asked_for(backend: Backend, device: jax.Device) -> Backend:
