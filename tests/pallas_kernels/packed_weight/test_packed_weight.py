@@ -33,8 +33,9 @@ def test_a_packed_weight_multiplies_like_the_plain_one(kind: str, shape: tuple[i
 
 
 def test_only_the_order_of_the_bytes_changes_and_no_copy_is_made() -> None:
-    before = weight("bfloat16", 2, 500, 64) * 1  # in memory of the device's own, not of numpy's
-    address, content = before.unsafe_buffer_pointer(), np.sort(np.asarray(before).view(np.uint16), axis=None)
+    content = np.sort(np.asarray(weight("bfloat16", 2, 500, 64)).view(np.uint16), axis=None)
+    before = weight("bfloat16", 2, 500, 64) * 1  # in memory of the device's own, of which numpy has no view
+    address = before.unsafe_buffer_pointer()
     packed = pack(before, (2, 500, 64))
     assert packed.shape == (2, 500, 64)
     assert isinstance(packed.plain, jax.Array)
