@@ -37,14 +37,19 @@ app.command()(convert)
 app.add_typer(bench, name="bench")
 
 
-@app.callback()
-def about(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    """Serve large language models from a paged KV cache."""
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         print(f"jaxkv {jaxkv.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Serve large language models from a paged KV cache."""
 
 
 def run(arguments: Sequence[str]) -> int:

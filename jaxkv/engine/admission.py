@@ -127,9 +127,14 @@ class Admission:
 
     def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Refuses a text that is hopelessly long before it is encoded, which would take seconds and gigabytes."""
-        least = self.tokenizer.least_tokens(text)
-        if least > self._limits.max_model_len:
-            self._limits.check_fits(least, 1)
+        least, context = self.tokenizer.least_tokens(text), self._limits.max_model_len
+        if least > context:
+            raise RequestError(
+                f"the prompt has at least {least} tokens, by its {len(text)} characters, but the model's context is {context} "
+                "tokens: shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked_prompt_ids(self, ids: Sequence[Any]) -> list[int]:

@@ -64,21 +64,23 @@ def build_engine(config: EngineConfig) -> Engine:
     """Loads the model that config names and builds the engine. Raises ConfigError and ModelLoadError."""
     use_compilation_cache(config.compilation_cache_dir)
     source = resolve(config.model)
-    check_early(config, read_config(source))
+    config = check_early(config, read_config(source))
     loaded = load_model(source, _dtype(config), config.quantization)
     tokenizer = tokenizer_of(loaded)
     eos_ids = tuple(dict.fromkeys((*loaded.eos_ids, *tokenizer.eos_ids)))
     return assemble(config, loaded.config, loaded.params, tokenizer, loaded.generation_config, eos_ids)
 
 
-def check_early(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for what cannot work whatever the weights, before they are read."""
+def check_early(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config with its defaults filled in. Raises ConfigError for what cannot work whatever the weights, before they are read."""
     mesh = build_mesh(config.tensor_parallel_size)
-    _scheduler_config(resolve_defaults(config, model, mesh.devices.flat[0]), num_blocks=1)
+    config = resolve_defaults(config, model, mesh.devices.flat[0])
+    _scheduler_config(config, num_blocks=1)
     split = split_heads(model, config.tensor_parallel_size)
     if config.quantization is not None:
         check_rotated(model, split)
     _static_scales(config, model, split)
+    return config
 
 
 def assemble(

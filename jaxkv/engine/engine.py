@@ -170,10 +170,10 @@ class Engine:
         try:
             waited = self._run_and_commit(plan)
         except BaseException as error:  # an interrupt, too, leaves the step half done
-            log.exception("a step failed; its %d requests end with an error", len(plan.entries))
             waited = self._fail(plan, error)
             if not isinstance(error, Exception):
                 raise
+            log.exception("a step failed; its %d requests end with an error", len(plan.entries))
         touched = dict.fromkeys(self._owner[e.seq.seq_id][0] for e in plan.entries if e.seq.seq_id in self._owner)
         deltas += self._collect(touched)
         self._note_step(plan, time.monotonic() - started, waited)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from server.errors import ApiError
 from server.openapi import error_docs
-from server.protocol.service import ModelList, Status, Version
+from server.protocol.service import ModelCard, ModelList, Status, Version
 from server.state import ServerState
 from server.version import package_version
+
+if TYPE_CHECKING:
+    from jaxkv.engine.engine import Engine
 
 
 def service_router(state: ServerState) -> APIRouter:
@@ -19,16 +24,12 @@ def service_router(state: ServerState) -> APIRouter:
     @router.get("/v1/models", response_model=ModelList, responses=error_docs(401, 503))
     async def models() -> Response:
         """The one model that is served."""
-        engine = state.engine.engine
-        card = {
-            "id": engine.model_name,
-            "object": "model",
-            "created": state.created,
-            "owned_by": "jaxkv",
-            "root": engine.config.model,
-            "max_model_len": engine.config.max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [_card(state.engine.engine, state.created)]})
+
+    @router.get("/v1/models/{model:path}", response_model=ModelCard, responses=error_docs(401, 404, 503))
+    async def model(model: str) -> Response:
+        """The model of that name, if it is served."""
+        return JSONResponse(_card(state.admit(model).engine, state.created))
 
     @router.get("/health", response_model=Status)
     async def health() -> Response:
@@ -57,3 +58,14 @@ def service_router(state: ServerState) -> APIRouter:
         return Response(state.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router
+
+
+def _card(engine: Engine, created: int) -> dict[str, Any]:
+    return {
+        "id": engine.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxkv",
+        "root": engine.config.model,
+        "max_model_len": engine.config.max_model_len,
+    }

@@ -16,6 +16,7 @@ from fixtures.live_server import live_server
 from fixtures.scripted_engine import ScriptedEngine, say
 from fixtures.tiny_engine import tiny_engine
 
+import jaxkv
 from jaxkv.cli.app import run
 from jaxkv.cli.generate import generate
 from jaxkv.cli.serve import serve
@@ -236,3 +237,8 @@ def test_python_dash_m_is_the_same() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "jaxkv: error: dtype is 'x': it must be one of auto, bfloat16, float32\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"jaxkv {jaxkv.__version__}\n"

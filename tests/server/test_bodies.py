@@ -250,3 +250,10 @@ def test_bad_bodies_leave_other_streams_as_they_were(client: httpx.Client, base_
 
 def _texts(body: bytes) -> list[str]:
     return [chunk["choices"][0]["text"] for chunk in read_events(body)]
+
+
+def test_a_hopeless_prompt_is_refused_with_a_bound_that_says_so(client: httpx.Client) -> None:
+    """It is not encoded: all that is known is a least number of tokens."""
+    error = assert_refused(client.post("/v1/completions", json={"prompt": "x" * 10_000}))
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert "at least 834 tokens, by its 10000 characters, but the model's context is 256" in str(error["message"])

@@ -21,6 +21,9 @@ def sdk(base_url: str) -> Iterator[openai.OpenAI]:
 
 def test_models(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == ["tiny"]
+    assert sdk.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="the model 'other/name' does not exist"):
+        sdk.models.retrieve("other/name")
 
 
 def test_completions_with_logprobs(sdk: openai.OpenAI) -> None:
