@@ -172,10 +172,11 @@ class Engine:
         except BaseException as error:  # an interrupt, too, leaves the step half done
             waited = self._fail(plan, error)
             if not isinstance(error, Exception):
+                # Whoever goes on after an interrupt gets what there is, and the ends of these requests, from the next step.
+                self._unclaimed = deltas + self._collect(self._touched_by(plan))
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.entries))
-        touched = dict.fromkeys(self._owner[e.seq.seq_id][0] for e in plan.entries if e.seq.seq_id in self._owner)
-        deltas += self._collect(touched)
+        deltas += self._collect(self._touched_by(plan))
         self._note_step(plan, time.monotonic() - started, waited)
         return deltas
 
@@ -272,6 +273,11 @@ class Engine:
         live, choice = self._owner[seq.seq_id]
         if not choice.finished:
             live.gain(choice.end(reason, error))
+
+    def _touched_by(self, plan: StepPlan) -> list[LiveRequest]:
+        """The requests of a step, in its order."""
+        ids = [entry.seq.seq_id for entry in plan.entries]
+        return list(dict.fromkeys(self._owner[seq_id][0] for seq_id in ids if seq_id in self._owner))
 
     def _collect(self, lives: Iterable[LiveRequest]) -> list[RequestDelta]:
         """The deltas of some requests; those that have ended are forgotten."""

@@ -15,8 +15,8 @@ def keep_freed_memory() -> bool:
     """Asks malloc to keep what it gets back, up to 256 MiB, and to serve buffers below 64 MiB from it. False if it cannot.
 
     XLA's CPU backend allocates a step's temporary buffers anew each time. By default glibc returns them to the system, which gives
-    them back page by page, zeroed: a sixth of a decode step of the default model. This concerns the whole process. Larger
-    buffers, such as weights, still come from the system and go back to it.
+    them back page by page, zeroed: a sixth of a decode step of the default model. This concerns the whole process:
+    what smaller arrays have freed stays with it, too, up to those 256 MiB and what lies below memory still in use.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ class Scheduler:
         """Part of every prefix digest; sequences take the value at the time they are added."""
         self._blocks = SequenceBlocks(config)
         self._known: dict[str, Sequence] = {}
+        self._siblings = Counter[str]()  # of each request: how many sequences are known
+        self._served: set[str] = set()  # requests of which a sequence has computed the prompt, and ended
         self._running: list[Sequence] = []  # sorted by Sequence.order
         self._waiting = WaitingQueue()
         self._free_slots = list(range(config.max_num_seqs))  # a heap: low slots first
@@ -79,6 +82,7 @@ class Scheduler:
         self._num_added += 1
         self._blocks.start_chain(seq, self.weight_version)
         self._known[seq.seq_id] = seq
+        self._siblings[seq.request_id] += 1
         self._waiting.push(seq)
 
     def abort(self, seq_id: str) -> bool:
@@ -185,7 +189,7 @@ class Scheduler:
             return
         reserved = sum(map(self._blocks.still_needs, self._running))
         sharing = {seq.request_id: seq for seq in self._running if self._blocks.has_sharable_prompt(seq)}
-        computing = {seq.request_id for seq in self._running} - sharing.keys()
+        computing = {seq.request_id for seq in self._running} - sharing.keys() - self._served
         for seq in self._waiting.snapshot():
             if not (self._free_slots and draft.budget):
                 return
@@ -198,7 +202,7 @@ class Scheduler:
             source = self._blocks.block_to_copy(seq, hits, sharing.get(seq.request_id))
             self._seat(seq, hits, source, draft)
             reserved += self._blocks.still_needs(seq)
-            if not self._blocks.has_sharable_prompt(seq):
+            if not self._blocks.has_sharable_prompt(seq) and seq.request_id not in self._served:
                 computing.add(seq.request_id)
 
     def _seat(self, seq: Sequence, hits: list[int], source: int | None, draft: PlanDraft) -> None:
@@ -226,10 +230,18 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.status is SequenceStatus.RUNNING:
+            if self._blocks.has_sharable_prompt(seq):
+                self._served.add(
+                    seq.request_id
+                )  # its siblings find what is to be had, and need not wait for one another
             self._unseat(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
         del self._known[seq.seq_id]
+        self._siblings[seq.request_id] -= 1
+        if not self._siblings[seq.request_id]:
+            del self._siblings[seq.request_id]
+            self._served.discard(seq.request_id)
 
     def _describe(self) -> str:
         running = ", ".join(f"{seq.seq_id} {seq.num_computed}/{seq.num_tokens}" for seq in self._running[:8])

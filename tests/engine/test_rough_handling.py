@@ -134,6 +134,20 @@ def test_an_interrupt_leaves_a_whole_engine(engine: Engine, monkeypatch: pytest.
     assert engine.generate("abcd", LONG)[0].outputs == healthy
 
 
+def test_after_an_interrupt_the_next_step_tells_the_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    name = engine.add_request("abcd", LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    [delta] = engine.step()
+    assert (delta.request_id, delta.finished) == (name, True)
+    assert not engine.has_unfinished
+
+
 def test_an_abort_from_outside_ends_the_stream(shared_engine: Engine) -> None:
     served = AsyncEngine(shared_engine)
     served.start()

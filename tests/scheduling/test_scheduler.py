@@ -284,3 +284,14 @@ def test_a_sibling_takes_over_when_the_first_is_aborted() -> None:
     scheduler.abort("n0")
     drain(scheduler, device)
     assert [seq.output_ids for seq in siblings[1:]] == [expected_output(siblings[1])] * 2
+
+
+def test_siblings_wait_for_the_first_alone() -> None:
+    """It ends with its first token, before anyone can copy from it: the others do not then wait for one another."""
+    scheduler = make_scheduler(num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8)
+    device = SimulatedDevice(scheduler)
+    for i in range(8):
+        scheduler.add(make_sequence(f"n{i}", [1, 2, 3, 4, 5, 6, 7], request_id="r", arrival=i, max_tokens=1))
+    assert len(next_shape(scheduler, device)) == 1
+    assert len(next_shape(scheduler, device)) == 7
+    assert_idle(scheduler)
