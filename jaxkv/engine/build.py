@@ -36,7 +36,8 @@ from jaxkv.text.chat import compile_chat_template
 from jaxkv.text.tokenizer import Tokenizer
 from jaxkv.weights.hub import resolve
 from jaxkv.weights.load import LoadedModel, load_model, read_config
-from pallas_kernels.backends import TRAITS, check_backend, layout_for
+from pallas_kernels.backends import TRAITS, Backend, check_backend, layout_for
+from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.page_copy.api import check_supported as check_copies
 from pallas_kernels.page_copy.api import kernel_of
 from pallas_kernels.ragged_paged_attention.api import check_supported
@@ -104,22 +105,7 @@ def assemble(
     if config.quantization is not None:
         check_rotated(model, split)
     backend = check_backend(config.attention_backend)
-    try:
-        layout = layout_for(
-            backend,
-            num_layers=split.num_layers,
-            num_kv_heads=split.num_kv_heads,
-            head_dim=split.head_dim,
-            page_size=config.block_size,
-            dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
-            static_scales=config.kv_cache_scales is not None,
-            shards=shards,
-        )
-        check_supported(backend, layout, num_heads=split.num_heads)
-        check_copies(backend, layout)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    log.info("page copies: %s", kernel_of(backend))
+    layout = _checked_layout(config, split, backend)
     max_pages = -(-config.max_model_len // config.block_size)
     buckets = make_buckets(
         max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs, max_pages=max_pages
@@ -127,8 +113,7 @@ def assemble(
     matmul_backend = choose_matmul_backend(backend, shards, split, config.dtype)
     placed = put_params(mesh, split, split_params(model, split, params))
     packed = matmul_backend == "cpu_native" and packable(split, placed)
-    if packed:
-        placed = pack_layers(split, placed)
+    placed = pack_layers(split, placed) if packed else placed
     memory = plan_pool(
         layout,
         shards=shards,
@@ -167,6 +152,28 @@ def assemble(
     return Engine(
         EngineParts(config, model, tokenizer, generation_config, memory, runner, Scheduler(limits), admission)
     )
+
+
+def _checked_layout(config: EngineConfig, split: ModelConfig, backend: Backend) -> KVLayout:
+    """The layout of the pool. Raises ConfigError for one that the backend's kernels cannot read, write or copy."""
+    assert config.block_size
+    try:
+        layout = layout_for(
+            backend,
+            num_layers=split.num_layers,
+            num_kv_heads=split.num_kv_heads,
+            head_dim=split.head_dim,
+            page_size=config.block_size,
+            dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+            static_scales=config.kv_cache_scales is not None,
+            shards=config.tensor_parallel_size,
+        )
+        check_supported(backend, layout, num_heads=split.num_heads)
+        check_copies(backend, layout)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    log.info("page copies: %s", kernel_of(backend))
+    return layout
 
 
 def resolve_defaults(config: EngineConfig, model: ModelConfig, device: jax.Device) -> EngineConfig:

@@ -172,7 +172,7 @@ class Engine:
         except BaseException as error:  # an interrupt, too, leaves the step half done
             waited = self._fail(plan, error)
             if not isinstance(error, Exception):
-                # Whoever goes on after an interrupt gets what there is, and the ends of these requests, from the next step.
+                # Whoever goes on after an interrupt learns from the next step how these requests ended.
                 self._unclaimed = deltas + self._collect(self._touched_by(plan))
                 raise
             log.exception("a step failed; its %d requests end with an error", len(plan.entries))
@@ -276,8 +276,8 @@ class Engine:
 
     def _touched_by(self, plan: StepPlan) -> list[LiveRequest]:
         """The requests of a step, in its order."""
-        ids = [entry.seq.seq_id for entry in plan.entries]
-        return list(dict.fromkeys(self._owner[seq_id][0] for seq_id in ids if seq_id in self._owner))
+        owners = map(self._owner.get, [entry.seq.seq_id for entry in plan.entries])
+        return list(dict.fromkeys(owner[0] for owner in owners if owner is not None))
 
     def _collect(self, lives: Iterable[LiveRequest]) -> list[RequestDelta]:
         """The deltas of some requests; those that have ended are forgotten."""

@@ -5,26 +5,14 @@
 #include <cstdio>
 #include <functional>
 #include <random>
-#include <thread>
 
 #include "kv_write/cpu_native_write.h"
 #include "ragged_paged_attention/cpu_native_schedule.h"
+#include "thread_pool.h"
 
 namespace {
 
 using namespace jaxkv;
-
-struct ThreadPool {  // helpers run at once, on threads of their own
-  std::vector<std::thread> threads;
-  int64_t num_threads() const { return 4; }
-  template <class F>
-  void Schedule(F&& task) {
-    threads.emplace_back(std::forward<F>(task));
-  }
-  ~ThreadPool() {
-    for (std::thread& thread : threads) thread.join();
-  }
-};
 
 struct LatePool {  // helpers run when the caller is long done
   std::vector<std::function<void()>> tasks;

@@ -3,25 +3,13 @@
 #include <cmath>
 #include <cstdio>
 #include <random>
-#include <thread>
 
 #include "native/gated_mlp.h"
+#include "thread_pool.h"
 
 namespace {
 
 using namespace jaxkv;
-
-struct ThreadPool {  // helpers run at once, on threads of their own
-  std::vector<std::thread> threads;
-  int64_t num_threads() const { return 4; }
-  template <class F>
-  void Schedule(F&& task) {
-    threads.emplace_back(std::forward<F>(task));
-  }
-  ~ThreadPool() {
-    for (std::thread& thread : threads) thread.join();
-  }
-};
 
 std::mt19937 random_bits(7);
 
