@@ -14,6 +14,9 @@ from pallas_kernels.kv_layout import KVLayout
 CPU_SHARE = 0.25
 """Share of the RAM that counts as device memory on CPU, where other programs live too."""
 _GIB = 1024**3
+CPU_POOL_BYTES = 2 * _GIB
+"""Of a pool on CPU whose size nobody has stated: memory is zeroed at the start, and other programs want some, too."""
+DEFAULT_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +77,25 @@ def plan_pool(
     device_bytes: int,
     weight_bytes: int,
     workspace_bytes: int,
-    memory_utilization: float,
+    memory_utilization: float | None,
     kv_cache_memory_bytes: int | None,
     max_model_len: int,
     max_num_seqs: int,
+    on_cpu: bool = False,
 ) -> MemoryReport:
     """Chooses the number of blocks. Raises ConfigError when not even one request of max_model_len fits.
 
     shards: devices over which KV heads are split; all byte counts are per device.
-    Unless its bytes are stated, a pool takes no more than twice what max_num_seqs requests of max_model_len hold.
+    Unless its bytes are stated, a pool takes no more than twice what max_num_seqs requests of max_model_len hold; if no share is
+    stated either, on_cpu no more than CPU_POOL_BYTES, or one request.
     """
     page_bytes = layout.bytes_per_page // shards
+    blocks_per_request = -(-max_model_len // layout.page_size)
     usable = kv_cache_memory_bytes
     if usable is None:
-        usable = int(device_bytes * memory_utilization) - weight_bytes - workspace_bytes
-    blocks_per_request = -(-max_model_len // layout.page_size)
+        usable = int(device_bytes * (memory_utilization or DEFAULT_UTILIZATION)) - weight_bytes - workspace_bytes
+        if on_cpu and memory_utilization is None:
+            usable = min(usable, max(CPU_POOL_BYTES, (blocks_per_request + 1) * page_bytes))
     # One page more than the ledger's blocks: the trash page.
     num_blocks = max(usable, 0) // page_bytes - 1
     if kv_cache_memory_bytes is None:

@@ -29,7 +29,8 @@ class EngineConfig:
     kv_cache_scales: a JSON file of static scales, one per layer and KV head, in place of those per token
       (see `jaxkv.cache.static_scales`); None = none.
     attention_backend: auto = the best for the devices, see `pallas_kernels.backends`. With cpu_native matmuls are native too.
-    memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages.
+    memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages;
+      None = 0.9, but on CPU no more than 2 GiB of KV pages, or one request of max_model_len if that is more.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
     max_queued_requests: requests that may wait in an AsyncEngine, choices counted; None = no limit.
     seed: draws the seeds of requests that bring none.
@@ -44,7 +45,7 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     block_size: int | None = None
-    memory_utilization: float = 0.9
+    memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_scales: str | None = None
@@ -65,7 +66,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}: it must be a whole number of at least 1")
         if self.max_queued_requests is not None and self.max_queued_requests < 0:
             raise ConfigError(f"max_queued_requests is {self.max_queued_requests}: it must be at least 0")
-        if not 0.0 < self.memory_utilization <= 1.0:
+        if self.memory_utilization is not None and not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(f"memory_utilization is {self.memory_utilization}: it must be in (0, 1]")
         _one_of("dtype", self.dtype, get_args(DType))
         if self.quantization is not None:

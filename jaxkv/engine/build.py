@@ -124,6 +124,7 @@ def assemble(
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        on_cpu=mesh.devices.flat[0].platform == "cpu",
     )
     log.info("memory: %s", memory)
     spec = StepSpec(

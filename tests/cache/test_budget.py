@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxkv.cache.budget import plan_pool
+from jaxkv.cache.budget import CPU_POOL_BYTES, plan_pool
 from jaxkv.core.errors import ConfigError
 from pallas_kernels.kv_layout import KVLayout
 
@@ -51,6 +51,21 @@ def test_stated_bytes_override_the_share() -> None:
 
 def test_shards_hold_their_part_of_each_page() -> None:
     assert plan(kv_cache_memory_bytes=33 * PAGE, shards=4).num_blocks == 131
+
+
+def test_on_a_cpu_nobody_is_surprised_by_a_large_pool() -> None:
+    huge = {"device_bytes": 64 * CPU_POOL_BYTES, "on_cpu": True, "max_num_seqs": 10**6}
+    assert plan(**huge, memory_utilization=None).kv_bytes == CPU_POOL_BYTES
+    assert plan(**huge, memory_utilization=0.5).kv_bytes > 31 * CPU_POOL_BYTES
+    assert plan(**huge | {"on_cpu": False}, memory_utilization=None).kv_bytes > 57 * CPU_POOL_BYTES
+    assert (
+        plan(**huge, memory_utilization=None, kv_cache_memory_bytes=3 * CPU_POOL_BYTES).kv_bytes == 3 * CPU_POOL_BYTES
+    )
+    # One request of max_model_len fits where the memory allows it.
+    long = 3 * CPU_POOL_BYTES // PAGE * 16
+    assert plan(**huge, memory_utilization=None, max_model_len=long).num_blocks == long // 16
+    with pytest.raises(ConfigError, match="Raise --memory-utilization"):
+        plan(**huge | {"device_bytes": CPU_POOL_BYTES}, memory_utilization=None, max_model_len=long)
 
 
 def test_no_more_than_can_be_used() -> None:
