@@ -57,6 +57,7 @@ CASES = (
     Case("int8", "token", pairs=((TRASH, TRASH),)),
     Case("int8", "token", D=16, page=4, layers=3),
     Case("int8", "static", page=32, layers=3),
+    Case("int8", "static", D=16, page=4, layers=3),
     Case("float8_e4m3fn", "static", D=256, page=64),
     Case("float8_e4m3fn", "token", K=1, page=64, pairs=MANY),
     Case("float8_e5m2", "token", K=1, page=256),
