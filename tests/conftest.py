@@ -1,6 +1,7 @@
 """Settings of every test: strict JAX, eight virtual CPU devices, hypothesis without a clock."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -10,7 +11,9 @@ import hypothesis
 import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import race_detection_state as races
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_races
+from jax.experimental.pallas import tpu as pltpu
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Engines of the same shape are built many times: each shape is compiled once.
@@ -31,6 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--aot-all", action="store_true", help="compile the attention kernels for every combination of settings"
     )
+
+
+@pytest.fixture(autouse=True)
+def _interpreters_start_afresh() -> Iterator[None]:
+    """What a kernel leaves in an interpreter when it raises would be found by the next one."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -22,21 +22,23 @@ inline void write_row(const From* from, int64_t D, To* to, float*) {
   for (int64_t d = 0; d < D; ++d) from_float(to_float(from[d]), to[d]);
 }
 
-// Symmetric int8 with one scale: the largest magnitude / 127. A row of zeros has scale 0. NaN and infinity make the
-// scale NaN or infinite, so that what is read back is not finite either.
+// Symmetric int8 with one scale, bit for bit as quantize.py does it: the largest magnitude becomes 127, a row of zeros has scale 1, and
+// no scale is subnormal, as its inverse might be infinite. NaN and infinity make the scale NaN, so that what is read back is not
+// finite either.
 template <class From>
 inline void write_row(const From* from, int64_t D, int8_t* to, float* scale) {
+  constexpr float kLargest = 127.0f, kSmallestScale = 0x1p-126f;
   float largest = 0.0f, poison = 0.0f;
   for (int64_t d = 0; d < D; ++d) {
     const float value = to_float(from[d]);
     largest = std::max(largest, std::fabs(value));
     poison += value - value;  // NaN if any value is not finite
   }
-  *scale = largest / 127.0f + poison;
-  const float factor = largest > 0.0f && poison == 0.0f ? 127.0f / largest : 0.0f;
+  const float divisor = largest == 0.0f ? 1.0f : std::max(largest * (1.0f / kLargest), kSmallestScale);
+  *scale = divisor + poison;
   for (int64_t d = 0; d < D; ++d) {
-    const float scaled = poison == 0.0f ? to_float(from[d]) * factor : 1.0f;
-    to[d] = static_cast<int8_t>(std::clamp(std::nearbyint(scaled), -127.0f, 127.0f));
+    const float scaled = poison == 0.0f ? to_float(from[d]) / divisor : 1.0f;
+    to[d] = static_cast<int8_t>(std::clamp(std::nearbyint(scaled), -kLargest, kLargest));
   }
 }
 
