@@ -8,11 +8,11 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64
-"""Query rows of a warpgroup that multiplies: the M of `wgmma`."""
+"""Rows of a warpgroup that multiplies: the M of `wgmma`."""
 CONSUMERS = 2
 WGMMA = plgpu.Layout.WGMMA
-ROW = WGMMA.reduce(1)
-"""A number for each row of a WGMMA array."""
+ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+"""A number for each row, or column, of a WGMMA array."""
 
 
 def in_roles(wg: Array, registers: tuple[int, int], consume: Callable[[], None], produce: Callable[[], None]) -> None:
