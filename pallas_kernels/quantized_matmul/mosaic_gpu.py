@@ -13,12 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.hopper.memory import Ref, tiled
-from pallas_kernels.hopper.warpgroups import ROWS
+from pallas_kernels.hopper.warpgroups import ROWS, in_roles
 from pallas_kernels.quantized_matmul.activations import even_then_odd, quantize_rows
 from pallas_kernels.quantized_matmul.mosaic_gpu_call import MIN_INPUTS, MIN_OUTPUTS, WIDENED, Call, Kernel, make_kernel
 from pallas_kernels.quantized_matmul.mosaic_gpu_consume import consume
@@ -69,8 +68,13 @@ def _call(kernel: Kernel, operands: list[Any], layer: Array, out_dtype: jnp.dtyp
         *zeros, layer, result = refs
         call = Call(kernel, x, w, of_rows, scales, zeros[0] if zeros else None, layer, result, scratch)
         part, wg = call.part(), lax.axis_index("wg")
-        pl.when(wg == kernel.tiles.warpgroups)(lambda: (produce_widened if kernel.is_int4 else produce)(call, part))
-        pl.when(wg < kernel.tiles.warpgroups)(lambda: consume(call, part, wg))
+        in_roles(
+            wg,
+            kernel.tiles.registers,
+            lambda: consume(call, part, wg),
+            lambda: produce_widened(call, part) if kernel.is_int4 else produce(call, part),
+            consumers=kernel.tiles.warpgroups,
+        )
 
     shape = (kernel.splits, kernel.rows, kernel.out)
     return plgpu.kernel(  # type: ignore[no-any-return]

@@ -29,12 +29,16 @@ SHAPES = [
     (8192, 28672, 128),
     (128256, 4096, 64),
 ]
-CASES = list(zip(itertools.product(KINDS, (8, 64, 512)), itertools.cycle(SHAPES), strict=False))
+CASES = [
+    *zip(itertools.product(KINDS, (8, 64, 512)), itertools.cycle(SHAPES), strict=False),
+    *((("int4", tokens), SHAPES[i]) for tokens, i in ((8, 2), (512, 0))),
+    (("fp8_e4m3", 8), SHAPES[2]),
+    (("int8", 512), SHAPES[0]),
+]
+"""Every choice of tiles, with outputs that the widest divides and others."""
 
 
-@pytest.mark.parametrize(
-    ("setting", "shape"), [*CASES, (("int4", 8), SHAPES[2]), (("fp8_e4m3", 8), SHAPES[2])], ids=str
-)
+@pytest.mark.parametrize(("setting", "shape"), CASES, ids=str)
 def test_compiles_without_spills(setting: tuple[Any, int], shape: tuple[int, int, int]) -> None:
     kind, tokens = setting
     out, width, group = shape
