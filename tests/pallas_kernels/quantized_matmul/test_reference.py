@@ -98,7 +98,7 @@ def test_int8_weights_are_multiplied_as_bytes() -> None:
 
 def test_refusals() -> None:
     x, weight = problem(4, 8, 64, "int8")
-    with pytest.raises(ValueError, match=r"shape \(4, 32\) do not fit a weight of 64 inputs"):
+    with pytest.raises(ValueError, match=r"shape \(4, 32\) do not fit a weight of shape \(8, 64\)"):
         quantized_matmul(x[:, :32], weight)
     with pytest.raises(ValueError, match="dtype float16 are not supported: they must be bfloat16 or float32"):
         quantized_matmul(x.astype(jnp.float16), weight)
