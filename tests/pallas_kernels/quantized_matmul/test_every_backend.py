@@ -66,19 +66,21 @@ WATCHED = {
     "fp8_e4m3": Case("watched", "fp8_e4m3", 20, 64, 256),
     "int4": Case("watched", "int4", 20, 64, 256),
 }
-MISTAKES = ("wrong layer", "scales 5 % too large", "scales of other outputs", "bytes of other outputs")
 
 
 def mistakes(problem: Problem) -> dict[str, dict[str, Any]]:
     """Arguments that are wrong in one thing."""
     weight = problem.arguments["weight"]
-    changes: tuple[dict[str, Any], ...] = (
-        {"layer": np.int32((problem.arguments["layer"] + 1) % 3)},
-        {"weight": weight.replace(scales=weight.scales * np.float32(1.05))},
-        {"weight": weight.replace(scales=np.roll(weight.scales, 1, axis=-1))},
-        {"weight": weight.replace(values=np.roll(weight.values, 1, axis=-2))},
-    )
-    return dict(zip(MISTAKES, changes, strict=True))
+    changed = {
+        "scales 5 % too large": {"scales": weight.scales * np.float32(1.05)},
+        "scales of other outputs": {"scales": np.roll(weight.scales, 1, axis=-1)},
+        "bytes of other outputs": {"values": np.roll(weight.values, 1, axis=-2)},
+        "wrong rotation": {"rotated": not weight.rotated},
+    }
+    if weight.kind == "int4":
+        changed["zero points one too large"] = {"zero_points": weight.zero_points + np.uint8(1)}
+    others = {name: {"weight": weight.replace(**fields)} for name, fields in changed.items()}
+    return {"wrong layer": {"layer": np.int32((problem.arguments["layer"] + 1) % 3)}, **others}
 
 
 @pytest.mark.parametrize(
