@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dense_matmul import cpu_native, reference
+from pallas_kernels.operands import check_operands, in_stack
 
 Backend = Literal["reference", "cpu_native"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -39,18 +40,11 @@ def dense_matmul(
     """
     if backend not in BACKENDS:
         raise ValueError(f"matmul backend {backend!r} is unknown: it must be one of {', '.join(BACKENDS)}")
-    if weight.ndim != (2 if layer is None else 3) or x.ndim != 2 or x.shape[1] != weight.shape[-1]:
-        raise ValueError(
-            f"activations of shape {x.shape} do not fit a weight of shape {weight.shape}: they must be [T, in] and [out, in], "
-            "or [L, out, in] with `layer`"
-        )
+    check_operands(x, weight, layer, packed=packed, backend=backend)
     dtype = jnp.dtype(out_dtype or x.dtype)
-    if packed and backend != "cpu_native":
-        raise ValueError(f"a packed weight can be read by matmul backend 'cpu_native' only, not by {backend!r}")
     if backend == "reference":
         one = weight if layer is None else jax.lax.dynamic_index_in_dim(weight, layer, keepdims=False)
         return reference.matmul(x, one, dtype)
     cpu_native.check_supported(x.dtype, weight.dtype, dtype, x.shape[1])
-    if layer is None:
-        weight, layer = weight[None], jnp.int32(0)
-    return cpu_native.matmul(x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype, packed=packed)
+    stack, layer, rows = in_stack(x, weight, layer, rows)
+    return cpu_native.matmul(x, stack, layer, rows, dtype, packed=packed)

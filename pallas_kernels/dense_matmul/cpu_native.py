@@ -35,4 +35,4 @@ def matmul(
     """Contract: `pallas_kernels.dense_matmul.api`. Raises NativeBuildError while tracing."""
     library.load()
     call = jax.ffi.ffi_call("jaxkv_dense_matmul", jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), out_dtype))
-    return call(x, stack, jnp.asarray(layer, jnp.int32), jnp.asarray(rows, jnp.int32), packed=packed)
+    return call(x, stack, layer, rows, packed=packed)

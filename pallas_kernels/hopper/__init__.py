@@ -1,1 +1,1 @@
-"""What the attention kernels for NVIDIA Hopper share: warpgroups in roles, rings of tiles in shared memory, softmax, and its schedule."""
+"""What the kernels for NVIDIA Hopper share: warpgroups in roles, rings of tiles in shared memory, softmax, and its schedule."""

@@ -16,10 +16,8 @@ ROW_BLOCKS = plgpu.Layout.TILED(
 """Blocks of 8 x 64 elements spread over a warpgroup, 4 consecutive ones for each thread."""
 
 
-def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for rows of D (or of keys) in the swizzled form that `wgmma` and TMA agree on, in blocks of 64
-    columns."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = 64 * itemsize
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+def tiled(shape: tuple[int, ...], dtype: Any, columns: int = 64) -> Any:
+    """Shared memory for rows in the swizzled form that `wgmma` and TMA agree on, in blocks of so many columns: at most 128 bytes."""
+    swizzle = columns * jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)

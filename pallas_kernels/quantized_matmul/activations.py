@@ -21,7 +21,10 @@ def quantize_rows(x: Float[Array, "T in"], kind: Kind) -> tuple[Array, Float[Arr
     """
     largest = LARGEST[kind]
     wide = x.astype(jnp.float32)
-    top = jnp.max(jnp.abs(wide), axis=1)
+    # By their bits, whose order is that of the magnitudes, with infinity and then NaN above all: XLA's CPU backend may lose NaN
+    # in a maximum of floats.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
+    top = jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
     inverse = jnp.where(top < _SMALLEST, 0.0, largest / top)
     steps = wide * inverse[:, None]
     # e4m3 has no infinity: one rounding error above the largest value must not become NaN.

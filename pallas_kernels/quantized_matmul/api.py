@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backends import check_traced_chip
 from pallas_kernels.device_tables import current_device_kind
+from pallas_kernels.operands import check_operands, in_stack
 from pallas_kernels.quantized_matmul import cpu_native, mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.quantized_matmul.rotation import rotate
 from pallas_kernels.quantized_matmul.tuning import blocks_for, tiles_for
@@ -76,40 +77,23 @@ def quantized_matmul(
 
     Raises ValueError for shapes or dtypes that do not fit each other, and for what the backend cannot do.
     """
-    _check_stacked(weight, layer)
+    check_operands(x, weight, layer, packed=packed, backend=backend)
     *_, out_features, in_features = weight.shape
-    if x.ndim != 2 or x.shape[1] != in_features:
-        raise ValueError(
-            f"activations of shape {x.shape} do not fit a weight of {in_features} inputs: they must be [T, in]"
-        )
     dtype = jnp.dtype(out_dtype or x.dtype)
     if backend == "cpu_native" and dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"matmul backend 'cpu_native' returns bfloat16 or float32, not {dtype}: use 'reference'")
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"activations of dtype {x.dtype} are not supported: they must be bfloat16 or float32")
     check_supported(backend, weight.kind, out_features=out_features, in_features=in_features, group=weight.group)
-    if packed and backend != "cpu_native":
-        raise ValueError(f"a packed weight can be read by matmul backend 'cpu_native' only, not by {backend!r}")
     if backend == "reference":
         one = weight if layer is None else cast(QuantizedWeight, layer_of(weight, layer))
         return reference.matmul(rotate(x) if weight.rotated else x, one, dtype)
-    if layer is None:
-        weight, layer = jax.tree.map(lambda array: array[None], weight), jnp.int32(0)
+    weight, layer, rows = in_stack(x, weight, layer, rows)
     if backend == "cpu_native":
-        return cpu_native.matmul(
-            x, weight, layer, jnp.int32(x.shape[0]) if rows is None else rows, dtype, packed=packed
-        )
+        return cpu_native.matmul(x, weight, layer, rows, dtype, packed=packed)
     if weight.rotated:
         x = rotate(x)
     device = current_device_kind()
     if backend == "mosaic_tpu":
         return mosaic_tpu.matmul(x, weight, layer, dtype, blocks=blocks_for(device, weight.kind))
     return mosaic_gpu.matmul(x, weight, layer, dtype, tiles=tiles_for(device, weight.kind, x.shape[0]))
-
-
-def _check_stacked(weight: QuantizedWeight, layer: Int[Array, ""] | None) -> None:
-    if len(weight.shape) - 2 != (layer is not None):
-        raise ValueError(
-            f"a weight of shape {weight.shape} must be [out, in] without `layer`, or [L, out, in] with `layer` "
-            f"({'given' if layer is not None else 'not given'} here)"
-        )

@@ -23,5 +23,4 @@ def matmul(
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), out_dtype)
     call = jax.ffi.ffi_call("jaxkv_int8_matmul", result)
-    where = (jnp.asarray(layer, jnp.int32), jnp.asarray(rows, jnp.int32))
-    return call(x, stack.values, stack.scales, *where, rotated=stack.rotated, packed=packed)
+    return call(x, stack.values, stack.scales, layer, rows, rotated=stack.rotated, packed=packed)

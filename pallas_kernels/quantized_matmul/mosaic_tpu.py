@@ -8,6 +8,7 @@ inputs, and is more exact always.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -46,61 +47,78 @@ def matmul(
     outputs = min(blocks.outputs, out // LANES * LANES or out)
     inputs = input_block(width, blocks.inputs, packed=weight.kind == "int4")
     x = jnp.pad(x, ((0, -T % tokens), (0, 0)))
-    grid = (x.shape[0] // tokens, pl.cdiv(out, outputs), width // inputs)
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-
-    def spec(block: tuple[int, int], index: Any) -> pl.BlockSpec:
-        """A block of a matrix at index(tokens, outputs, inputs)."""
-        return pl.BlockSpec(block, lambda t, o, i, _: index(t, o, i))
-
-    def layer_spec(block: tuple[int, int], index: Any) -> pl.BlockSpec:
-        """The same of a stack, at the layer of the call."""
-        return pl.BlockSpec((None, *block), lambda t, o, i, layer: (layer[0], *index(t, o, i)))
-
-    activations = spec((tokens, inputs), lambda t, _, i: (t, i))
-    if weight.kind == "int4":
-        groups = width // weight.group
-        grouped = layer_spec((groups, outputs), lambda _, o, __: (0, o))
-        operands = [
-            even_then_odd(x.astype(jnp.bfloat16), weight.group),
-            weight.values,
-            weight.scales,
-            weight.zero_points,
-        ]
-        specs = [activations, layer_spec((outputs, inputs // 2), lambda _, o, i: (o, i)), grouped, grouped]
-        kernel: Any = _int4_kernel(weight.group)
-        scratch = [(tokens, outputs), (groups, outputs)]
-        accumulate: Any = jnp.float32
-    else:
-        values, row_scales = quantize_rows(x, weight.kind)
-        # One layer's scales are a few kilobytes: sliced, where the weight is not.
-        scales = lax.dynamic_index_in_dim(weight.scales, layer[0], keepdims=True)
-        operands = [values, weight.values, row_scales[:, None], scales]
-        specs = [
-            activations,
-            layer_spec((outputs, inputs), lambda _, o, i: (o, i)),
-            spec((tokens, 1), lambda t, _, __: (t, 0)),
-            spec((1, outputs), lambda _, o, __: (0, o)),
-        ]
-        as_bytes = blocks.native_8bit
-        kernel = _bytes_kernel if as_bytes else _widened_kernel
-        scratch = [(tokens, outputs)]
-        accumulate = jnp.int32 if as_bytes and weight.kind == "int8" else jnp.float32
+    block = (tokens, outputs, inputs)
+    native = blocks.native_8bit
+    call = _of_int4(x, weight, block) if weight.kind == "int4" else _of_bytes(x, weight, layer, block, native)
     result: Array = pl.pallas_call(
-        kernel,
+        call.kernel,
         out_shape=jax.ShapeDtypeStruct((x.shape[0], out), out_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=grid,
-            in_specs=specs,
-            out_specs=spec((tokens, outputs), lambda t, o, _: (t, o)),
-            scratch_shapes=[pltpu.VMEM(scratch[0], accumulate), *(pltpu.VMEM(s, jnp.float32) for s in scratch[1:])],
+            grid=(x.shape[0] // tokens, pl.cdiv(out, outputs), width // inputs),
+            in_specs=[spec for _, spec in call.operands],
+            out_specs=_spec((tokens, outputs), lambda t, o, _: (t, o)),
+            scratch_shapes=call.scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name=f"{KERNEL_NAME}_{weight.kind}",
-    )(layer, *operands)
+    )(layer, *(array for array, _ in call.operands))
     return result[:T]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What depends on the kind: the kernel, its operands and the blocks of each, and its scratch memory."""
+
+    kernel: Any
+    operands: list[tuple[Array, pl.BlockSpec]]
+    scratch: list[Any]
+
+
+def _of_int4(x: Array, weight: QuantizedWeight, block: tuple[int, int, int]) -> _Call:
+    tokens, outputs, inputs = block
+    groups = weight.shape[-1] // weight.group
+    grouped = _layer_spec((groups, outputs), lambda _, o, __: (0, o))
+    assert weight.zero_points is not None
+    return _Call(
+        _int4_kernel(weight.group),
+        [
+            (even_then_odd(x.astype(jnp.bfloat16), weight.group), _spec((tokens, inputs), lambda t, _, i: (t, i))),
+            (weight.values, _layer_spec((outputs, inputs // 2), lambda _, o, i: (o, i))),
+            (weight.scales, grouped),
+            (weight.zero_points, grouped),
+        ],
+        [pltpu.VMEM((tokens, outputs), jnp.float32), pltpu.VMEM((groups, outputs), jnp.float32)],
+    )
+
+
+def _of_bytes(x: Array, weight: QuantizedWeight, layer: Array, block: tuple[int, int, int], native_8bit: bool) -> _Call:
+    tokens, outputs, inputs = block
+    values, row_scales = quantize_rows(x, weight.kind)
+    # One layer's scales are a few kilobytes: sliced, where the weight is not.
+    scales = lax.dynamic_index_in_dim(weight.scales, layer[0], keepdims=True)
+    return _Call(
+        _bytes_kernel if native_8bit else _widened_kernel,
+        [
+            (values, _spec((tokens, inputs), lambda t, _, i: (t, i))),
+            (weight.values, _layer_spec((outputs, inputs), lambda _, o, i: (o, i))),
+            (row_scales[:, None], _spec((tokens, 1), lambda t, _, __: (t, 0))),
+            (scales, _spec((1, outputs), lambda _, o, __: (0, o))),
+        ],
+        [pltpu.VMEM((tokens, outputs), jnp.int32 if native_8bit and weight.kind == "int8" else jnp.float32)],
+    )
+
+
+def _spec(block: tuple[int, int], index: Any) -> pl.BlockSpec:
+    """A block of a matrix at index(tokens, outputs, inputs)."""
+    return pl.BlockSpec(block, lambda t, o, i, _: index(t, o, i))
+
+
+def _layer_spec(block: tuple[int, int], index: Any) -> pl.BlockSpec:
+    """The same of a stack, at the layer of the call."""
+    return pl.BlockSpec((None, *block), lambda t, o, i, layer: (layer[0], *index(t, o, i)))
 
 
 def check_supported(kind: Kind, out_features: int, in_features: int) -> None:

@@ -26,7 +26,8 @@ class Tiles:
     """A GPU tile: `outputs` columns of the result for each of `warpgroups` x 64 tokens, from `inputs` at a time.
 
     stages: tiles of operands in flight. blocks: inputs are split until the grid is about so large. max_tokens: the widest step
-    that takes these tiles, None for any.
+    that takes these tiles, None for any. registers: of a thread in the warpgroups that multiply, and in the one that copies; None
+    for the same in all.
     """
 
     outputs: int
@@ -35,6 +36,7 @@ class Tiles:
     warpgroups: int
     blocks: int = 132
     max_tokens: int | None = None
+    registers: tuple[int, int] | None = None
 
 
 def blocks_for(device_kind: str, kind: Kind) -> Blocks:
@@ -45,5 +47,9 @@ def blocks_for(device_kind: str, kind: Kind) -> Blocks:
 def tiles_for(device_kind: str, kind: Kind, tokens: int) -> Tiles:
     """GPU tiles for a device kind and a step of `tokens` tokens. Any other device runs an interpreter, as above."""
     numbers = table(__name__, device_kind if device_kind.startswith("NVIDIA") else "NVIDIA")
-    choices = [Tiles(**entry) for entry in numbers[kind]]
+    choices = [_tiles(**entry) for entry in numbers[kind]]
     return next(tiles for tiles in choices if tiles.max_tokens is None or tokens <= tiles.max_tokens)
+
+
+def _tiles(registers: list[int] | None = None, **numbers: int) -> Tiles:
+    return Tiles(**numbers, registers=None if registers is None else (registers[0], registers[1]))

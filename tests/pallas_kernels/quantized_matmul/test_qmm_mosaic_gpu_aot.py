@@ -1,5 +1,6 @@
 """The Hopper kernel compiled for an H100 that is not here: `wgmma`, TMA, no spills, and a stack of weights read in place."""
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from fixtures.quantized_matmul_aot import SHAPES, scan, stack_of
 
 from pallas_kernels.absent_devices import why_unavailable
 from pallas_kernels.inspection import nvidia
-from pallas_kernels.quantized_matmul.api import quantized_matmul
-from pallas_kernels.quantized_matmul.weights import KINDS, QuantizedWeight
+from pallas_kernels.quantized_matmul.weights import KINDS
 
 WHY_NOT = why_unavailable("h100")
 pytestmark = [
@@ -20,40 +21,21 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-LAYERS = 3
-SHAPES = [
-    (6144, 4096, 128),
-    (4096, 14336, 128),
-    (960, 576, 64),
-    (576, 1536, 32),
-    (8192, 28672, 128),
-    (128256, 4096, 64),
+CASES = [
+    *zip(itertools.product(KINDS, (8, 64, 512)), itertools.cycle(SHAPES), strict=False),
+    *((("int4", tokens), SHAPES[i]) for tokens, i in ((8, 2), (512, 0))),
+    (("fp8_e4m3", 8), SHAPES[2]),
+    (("int8", 512), SHAPES[0]),
 ]
-CASES = list(zip(itertools.product(KINDS, (8, 64, 512)), itertools.cycle(SHAPES), strict=False))
+"""Every choice of tiles, with outputs that the widest divides and others."""
 
 
-@pytest.mark.parametrize(
-    ("setting", "shape"), [*CASES, (("int4", 8), SHAPES[2]), (("fp8_e4m3", 8), SHAPES[2])], ids=str
-)
+@pytest.mark.parametrize(("setting", "shape"), CASES, ids=str)
 def test_compiles_without_spills(setting: tuple[Any, int], shape: tuple[int, int, int]) -> None:
     kind, tokens = setting
     out, width, group = shape
-    abstract: Any = jax.ShapeDtypeStruct
-    if kind == "int4":
-        grouped = (LAYERS, width // group, out)
-        values = abstract((LAYERS, out, width // 2), jnp.uint8)
-        stack = QuantizedWeight(values, abstract(grouped, jnp.float32), abstract(grouped, jnp.uint8), kind=kind)
-    else:
-        values = abstract((LAYERS, out, width), jnp.int8 if kind == "int8" else jnp.float8_e4m3fn)
-        stack = QuantizedWeight(values, abstract((LAYERS, out), jnp.float32), kind=kind)
-
-    def scan(x: jax.Array, stack: QuantizedWeight) -> jax.Array:
-        def layer(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-            return total + quantized_matmul(x, stack, layer=index, out_dtype=jnp.float32, backend="mosaic_gpu"), None
-
-        return jax.lax.scan(layer, jnp.zeros((tokens, out), jnp.float32), jnp.arange(LAYERS))[0]
-
-    compiled, reports = nvidia.compile_for_h100(scan, abstract((tokens, width), jnp.bfloat16), stack)
+    stack, x = stack_of(kind, out, width, group), jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+    compiled, reports = nvidia.compile_for_h100(functools.partial(scan, backend="mosaic_gpu"), x, stack)
     assert [report.name for report in reports] == [f"quantized_matmul_{kind}"]
     report = reports[0]
     assert (report.stack_bytes, report.spill_bytes) == (0, 0), report
@@ -61,6 +43,7 @@ def test_compiles_without_spills(setting: tuple[Any, int], shape: tuple[int, int
     assert report.tensor_copies > 0
     assert not report.serialized
     # No instruction but the kernel's yields or takes one layer of the weight.
-    one_layer = f"[1,{out},{values.shape[2]}]"
+    stored = stack.values.shape[2]
+    one_layer = f"[1,{out},{stored}]"
     lines = re.findall(r"^.*= \S+ (?:fusion|copy|dynamic-slice)\(.*$", compiled.as_text(), re.MULTILINE)
-    assert not [line for line in lines if one_layer in line or f"[{out},{values.shape[2]}]" in line]
+    assert not [line for line in lines if one_layer in line or f"[{out},{stored}]" in line]
