@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
+from fixtures import tiny_engine as tiny_engine_module
+from fixtures.interpreted import interpreted
 from fixtures.tiny_engine import tiny_engine
 
 from jaxkv import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    backend = request.config.getoption("engine_backend")
+    if backend is None:
+        yield
+        return
+    with interpreted(backend), mock.patch.object(tiny_engine_module, "DEFAULT_BACKEND", backend):
+        yield
 
 
 @pytest.fixture(scope="session")
