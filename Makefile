@@ -4,6 +4,7 @@
 # make bench-peers  installs the peers: llama.cpp is compiled (20 minutes on 2 cores), vLLM's CPU build is 1.5 GB
 # make aot-all    compiles the attention kernels for every combination of settings, on four TPUs (ten hours) and on
 #                 Hopper (6,924 kernels, ten hours of one core)
+# make engine-interpreted  runs the engine's tests on the TPU and the Hopper kernels, interpreted
 # make oracle     builds the reference environment (transformers on torch, Python 3.11) that the goldens can be checked against
 PORT ?= 8000
 MODEL ?= smollm2-135m-instruct
@@ -11,7 +12,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: serve test lint types imports unit aot aot-all oracle bench bench-peers format clean
+.PHONY: serve test lint types imports unit aot aot-all engine-interpreted oracle bench bench-peers format clean
 
 serve: $(VENV)/.serve
 	$(BIN)/jaxkv serve $(MODEL) --port $(PORT) $(ARGS)
@@ -45,6 +46,11 @@ endif
 aot-all: .venv-aot/.done
 	.venv-aot/bin/pytest --aot-all tests/pallas_kernels/ragged_paged_attention/test_mosaic_tpu_aot.py \
 	  tests/pallas_kernels/ragged_paged_attention/test_mosaic_gpu_product_aot.py
+
+# Beside what `unit` runs of them: tests that name no backend, on each of the two. Those of the default model would take days.
+engine-interpreted: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow and not interpret" --engine-backend mosaic_tpu tests/engine
+	$(BIN)/pytest -m "not slow and not interpret" --engine-backend mosaic_gpu tests/engine
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import hypothesis
 import jax
 import pytest
+from fixtures.host_callbacks import give_numpy_to_callbacks
 from jax._src.pallas.mosaic.interpret import race_detection_state as races
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_races
@@ -28,11 +29,17 @@ def _raise(message: str) -> None:
 
 # JAX 0.11 prints the races that its interpreters find, 0.12 raises them: here both raise.
 races.print = gpu_races.print = _raise
+give_numpy_to_callbacks()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--aot-all", action="store_true", help="compile the attention kernels for every combination of settings"
+    )
+    parser.addoption(
+        "--engine-backend",
+        choices=["mosaic_tpu", "mosaic_gpu"],
+        help="run the tests of the engine on these kernels, interpreted, wherever they name no backend",
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures.engine_setups import HOPPER, OWN_CHOICE, SETUPS, TPU, XLA, Setup
+from fixtures.static_scales import scales_file
 from fixtures.tiny_engine import tiny_engine
-from fixtures.workload import Answer, answer_of, mixed_jobs, run_alone, run_together
+from fixtures.workload import Answer, Job, answer_of, mixed_jobs, run_alone, run_together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,6 +149,7 @@ def test_after_forced_preemption(setup: Setup, alone: list[Answer]) -> None:
     assert engine.stats().num_preemptions > 0
 
 
+@pytest.mark.needs("native code")
 def test_in_bfloat16() -> None:
     """Native code adds up every product of a row in one order, whatever the other rows."""
     settings = {"dtype": "bfloat16", "num_blocks": 128, "max_num_seqs": 32, "attention_backend": "cpu_native"}
@@ -163,10 +167,19 @@ def test_on_several_devices(setup: Setup, alone: list[Answer], shards: int) -> N
     assert run_together(setup.engine(tensor_parallel_size=shards), JOBS) == alone
 
 
-@on(XLA, TPU)
-def test_on_two_devices(setup: Setup) -> None:
-    """Each has one KV head, and copies its part of a page."""
-    engine = setup.engine(tensor_parallel_size=2)
+@pytest.mark.parametrize(
+    ("setup", "dtype"),
+    [
+        pytest.param(setup, dtype, marks=_marks(setup), id=f"{setup.name}-{dtype}")
+        for setup, dtype in ((XLA, "float32"), (TPU, "float32"), (TPU, "int8"), (HOPPER, "int8"))
+    ],
+    indirect=["setup"],
+)
+def test_on_two_devices(setup: Setup, dtype: str) -> None:
+    """Each has one KV head, and its scales, and copies its part of a page. Against one device."""
+    jobs, settings = setup.jobs[1:3], {} if dtype == "float32" else {"kv_cache_dtype": dtype}
+    engine = setup.engine(tensor_parallel_size=2, **settings)
+    setup.check(run_together(engine, jobs), setup.alone(jobs, **settings), quantized=bool(settings))
     assert choices_together(engine) == choices_alone(engine)
 
 
@@ -190,6 +203,23 @@ def test_a_window(setup: Setup) -> None:
     order=st.permutations(range(len(JOBS))), gaps=st.lists(st.integers(0, 4), min_size=len(JOBS), max_size=len(JOBS))
 )
 def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[int], gaps: list[int]) -> None:
+    assert run_arriving(engine, JOBS, order, gaps) == alone
+
+
+@on(XLA, TPU, HOPPER)
+def test_a_mix_arriving_at_any_time(setup: Setup, engine: Engine) -> None:
+    """In two orders, the second with prefixes cached, on few seats: everything that a request can ask for."""
+    expected = setup.alone(setup.mixed)
+    count = len(expected)
+    for seed in (0, 1):
+        rng = random.Random(seed)
+        gaps = [rng.choice((0, 1, 2, 4)) for _ in range(count)]
+        found = run_arriving(engine, setup.mixed, rng.sample(range(count), count), gaps)
+        setup.check(found, expected, drawn=True)
+
+
+def run_arriving(engine: Engine, jobs: list[Job], order: Sequence[int], gaps: Sequence[int]) -> list[Answer]:
+    """One job after the other, so many steps between them, each with a neighbour, with free pages full of NaN."""
     ids: dict[str, int] = {}
     deltas: dict[int, list[RequestDelta]] = {index: [] for index in order}
 
@@ -200,21 +230,23 @@ def test_arriving_at_any_time(engine: Engine, alone: list[Answer], order: list[i
                 deltas[ids[delta.request_id]].append(delta)
 
     for index, gap in zip(order, gaps, strict=True):
-        ids[engine.add_request(JOBS[index].prompt, JOBS[index].params)] = index
-        engine.add_request("an unseeded neighbour", SamplingParams(max_tokens=gap + 1))
+        ids[engine.add_request(jobs[index].prompt, jobs[index].params)] = index
+        neighbour = engine.add_request("an unseeded neighbour", SamplingParams(max_tokens=gap + 1))
         for _ in range(gap):
             step()
+        if gap == 4:
+            engine.abort(neighbour)
     while engine.has_unfinished:
         step()
     engine.check()
-    for index in order:
-        assert answer_of(join_deltas(deltas[index])) == alone[index]
+    return [answer_of(join_deltas(deltas[index])) for index in sorted(order)]
 
 
 @on(OWN_CHOICE)
-def test_many_on_the_xla_path(alone: list[Answer]) -> None:
+@pytest.mark.needs("float32 pages")
+def test_many_on_the_xla_path(setup: Setup, alone: list[Answer]) -> None:
     """The same answers as the engine's own choice gives."""
-    assert run_together(tiny_engine(num_blocks=128, max_num_seqs=32, attention_backend="reference"), JOBS) == alone
+    assert run_together(setup.engine(attention_backend="reference"), JOBS) == alone
 
 
 @on(OWN_CHOICE)
@@ -231,23 +263,25 @@ def test_many_with_quantized_pages(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setup", "dtype"),
+    ("setup", "dtype", "scale"),
     [
-        pytest.param(setup, dtype, marks=_marks(setup), id=f"{setup.name}-{dtype}")
-        for setup, dtypes in (
-            (XLA, ("int8", "fp8_e4m3", "fp8_e5m2")),
-            (TPU, ("int8", "fp8_e5m2")),
-            (HOPPER, ("int8", "fp8_e4m3")),
+        pytest.param(setup, dtype, scale, marks=_marks(setup), id=f"{setup.name}-{dtype}{'-static' if scale else ''}")
+        for setup, pools in (
+            (XLA, (("int8", None), ("fp8_e4m3", 0.05), ("fp8_e5m2", None))),
+            (TPU, (("int8", None), ("fp8_e4m3", None), ("fp8_e5m2", 0.01))),
+            (HOPPER, (("int8", None), ("fp8_e4m3", 0.05), ("fp8_e5m2", None))),
         )
-        for dtype in dtypes
+        for dtype, scale in pools
     ],
     indirect=["setup"],
 )
-def test_quantized_pages(setup: Setup, dtype: str) -> None:
+def test_quantized_pages(setup: Setup, dtype: str, scale: float | None, tmp_path: Path) -> None:
     """In a batch in chunks, with the prefix cached, and copied for choices. A page holds a byte per element."""
-    jobs = setup.jobs[1:3]
-    alone = setup.alone(jobs, kv_cache_dtype=dtype)
-    engine = setup.engine(kv_cache_dtype=dtype)
+    jobs, pool = setup.jobs[1:3], {"kv_cache_dtype": dtype}
+    if scale is not None:
+        pool["kv_cache_scales"] = scales_file(tmp_path / "scales.json", dtype, scale)
+    alone = setup.alone(jobs, **pool)
+    engine = setup.engine(**pool)
     (group,) = engine._runner.pool
     assert group.pages.nbytes == group.pages.size
     setup.check(run_together(engine, jobs), alone, quantized=True)
@@ -255,3 +289,16 @@ def test_quantized_pages(setup: Setup, dtype: str) -> None:
     setup.check(run_together(engine, jobs), alone, quantized=True)
     assert engine.stats().prefix_cache_hits > 0
     assert choices_together(engine) == choices_alone(engine)
+
+
+SCORED = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+
+
+@on(HOPPER)
+def test_logprobs_of_prompts(setup: Setup, engine: Engine) -> None:
+    """Within the rounding of 16 bits, in chunks. Where nothing is rounded, they are part of the mix above."""
+    jobs = [Job(prompt, SCORED) for prompt in ("bcb  ggeee", "hbec fbceaaade ")]
+    for found, wanted in zip(run_together(engine, jobs), setup.alone(jobs), strict=True):
+        assert found.ids == wanted.ids
+        assert len(found.logprobs) > 3 * SCORED.max_tokens
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=setup.tolerance)

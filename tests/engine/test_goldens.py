@@ -16,6 +16,7 @@ from jaxkv.weights.load import load_model
 GOLDENS = load_goldens()
 
 
+@pytest.mark.needs("small heads")
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_tiny_checkpoint(name: str) -> None:
     """Log-probabilities along 80 tokens, and 48 greedy tokens through the paged cache in chunks of 16."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.static_scales import scales_file
 from fixtures.tiny_engine import TINY, tiny_engine
 
 from jaxkv import ConfigError, Engine, EngineConfig, SamplingParams
@@ -18,13 +18,6 @@ PROMPT = [5, 9, 33, 2, 77, 13, 40]
 L, K = TINY.num_layers, TINY.num_kv_heads
 DTYPES = ["int8", "fp8_e4m3", "fp8_e5m2"]
 LARGEST = {"int8": 127, "fp8_e4m3": 448, "fp8_e5m2": 57344}
-
-
-def scales_file(path: Path, dtype: str, scale: float) -> str:
-    rows = [[scale * (1 + layer + head / 4) for head in range(K)] for layer in range(L)]
-    content = {"kv_cache_dtype": dtype, "k_scales": rows, "v_scales": rows}
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return str(path)
 
 
 def engine_with(path: Path, dtype: str, scale: float, **settings: Any) -> Engine:

@@ -70,6 +70,7 @@ def foreign_library(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("native code")
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
