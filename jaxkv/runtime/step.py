@@ -102,15 +102,20 @@ def _step(
     last_rows = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     logits = to_logits(hidden[last_rows], batch.num_seqs)
     sampled = sample(logits, state, batch.slots, batch.flags)
-    best = jnp.max(logits, axis=-1)
     output = StepOutput(
         tokens=sampled,
-        broken=~jnp.isfinite(best),
+        broken=broken_rows(logits),
         finished=_finished(state, batch.slots, sampled),
         logprobs=sampled_logprobs(batch.flags.logprobs, logits, sampled),
         prompt_logprobs=prompt_logprobs(batch.flags.prompt_logprobs, hidden, batch.targets, to_logits),
     )
     return pool, _advance(state, batch, sampled), output
+
+
+def broken_rows(logits: Float[Array, "S V"]) -> Bool[Array, " S"]:
+    """Rows with NaN, or without a finite maximum. The sum shows NaN: XLA's CPU backend loses it in a maximum."""
+    broken: Array = jnp.isnan(jnp.sum(logits, axis=-1)) | ~jnp.isfinite(jnp.max(logits, axis=-1))
+    return broken
 
 
 def _finished(state: SlotState, slots: Int[Array, " S"], sampled: Int[Array, " S"]) -> Bool[Array, " S"]:

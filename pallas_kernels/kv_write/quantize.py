@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.peak import peak_of_rows
+
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32."""
@@ -41,7 +43,7 @@ def saturate(scaled: Float[Array, "*N"], dtype: Any) -> Float[Array, "*N"]:
 
 def token_scales(x: Float[Array, "T K D"], dtype: Any) -> Float[Array, "T K"]:
     """Scales that map the largest number of each token and head to the largest of `dtype`; 1 where all are zero."""
-    return scale_of_peak(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1), dtype)
+    return scale_of_peak(peak_of_rows(x), dtype)
 
 
 def scale_of_peak(peak: Float[Array, "*N"], dtype: Any) -> Float[Array, "*N"]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.peak import peak_of_rows
 from pallas_kernels.quantized_matmul.weights import LARGEST, Kind
 
 DTYPES: dict[Kind, jax.typing.DTypeLike] = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn}
@@ -21,10 +22,7 @@ def quantize_rows(x: Float[Array, "T in"], kind: Kind) -> tuple[Array, Float[Arr
     """
     largest = LARGEST[kind]
     wide = x.astype(jnp.float32)
-    # By their bits, whose order is that of the magnitudes, with infinity and then NaN above all: XLA's CPU backend may lose NaN
-    # in a maximum of floats.
-    bits = jax.lax.bitcast_convert_type(jnp.abs(wide), jnp.int32)
-    top = jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
+    top = peak_of_rows(wide)
     inverse = jnp.where(top < _SMALLEST, 0.0, largest / top)
     steps = wide * inverse[:, None]
     # e4m3 has no infinity: one rounding error above the largest value must not become NaN.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 from fixtures.tiny_engine import TINY, random_params, tiny_engine
 
 from jaxkv import ConfigError, SamplingParams
 from jaxkv.runtime.mesh import build_mesh, put_params
 from jaxkv.runtime.runner import Runner
-from jaxkv.runtime.step import StepSpec
+from jaxkv.runtime.step import StepSpec, broken_rows
 from jaxkv.runtime.step_batch import empty_batch, make_buckets, no_flags
 from pallas_kernels.kv_layout import KVLayout
 
@@ -68,3 +69,13 @@ def test_every_flag_and_shape_was_compiled_by_the_warm_up() -> None:
 def test_too_few_devices() -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size is 64, but only 8 cpu"):
         build_mesh(64)
+
+
+@pytest.mark.parametrize("vocab", [64, 1024, 50_000])
+def test_a_single_logit_that_is_no_number_breaks_its_row(vocab: int) -> None:
+    logits = np.random.default_rng(0).standard_normal((8, vocab)).astype(np.float32) * 1e30
+    logits[1, 5] = np.nan
+    logits[3, -1] = np.inf
+    logits[4] = -np.inf
+    logits[6, 1:] = -np.inf  # one finite logit is enough to choose from
+    np.testing.assert_array_equal(jax.jit(broken_rows)(logits), [False, True, False, True, True, False, False, False])

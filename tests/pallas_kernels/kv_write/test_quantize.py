@@ -53,3 +53,13 @@ def test_the_smallest_rows_stay_finite(dtype: str, peak: float) -> None:
     stored = jax.jit(quantize, static_argnums=2)(x, scales[..., None], dtype)
     back = np.asarray(stored, np.float64) * np.asarray(scales, np.float64)[..., None]
     assert np.abs(back - np.asarray(x, np.float64)).max() <= max(peak, 1e-35)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 64), (4096, 2, 64), (8, 1, 2048)])
+def test_nan_is_not_lost_in_the_peak_of_a_row(shape: tuple[int, int, int]) -> None:
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x[-1, 0, 7], x[0, -1, 9] = np.nan, -np.inf if x.size > 64 else np.nan
+    scales = np.asarray(jax.jit(token_scales, static_argnums=1)(x, "int8"))
+    finite = np.isfinite(x).all(axis=-1)
+    np.testing.assert_array_equal(np.isfinite(scales), finite)
+    assert np.isnan(scales[-1, 0])
