@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxkv.core.config import DEFAULT_UTILIZATION
 from jaxkv.core.outputs import RequestTimes
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class _EngineCollector(Collector):
             "num_gpu_blocks": str(stats.num_blocks),
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
-            "gpu_memory_utilization": str(config.memory_utilization),
+            "gpu_memory_utilization": str(config.memory_utilization or DEFAULT_UTILIZATION),
         }
         info = GaugeMetricFamily(PREFIX + "cache_config_info", "The KV cache's configuration.", labels=list(labels))
         info.add_metric(list(labels.values()), 1)

@@ -1,5 +1,6 @@
 """Settings of every test: strict JAX, eight virtual CPU devices, hypothesis without a clock."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
+from fixtures.gpu_interpreter import reset_gpu_interpreter
 from fixtures.host_callbacks import give_numpy_to_callbacks
 from jax._src.pallas.mosaic.interpret import race_detection_state as races
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_races
 from jax.experimental.pallas import tpu as pltpu
 
@@ -46,9 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(autouse=True)
 def _interpreters_start_afresh() -> Iterator[None]:
     """What a kernel leaves in an interpreter when it raises would be found by the next one."""
+    np.random.seed(0)
     yield
+    with contextlib.suppress(Exception):  # of a step that a failed test has left behind
+        jax.effects_barrier()
     pltpu.reset_tpu_interpret_mode_state()
-    gpu_callbacks.reset_gpu_interpret_mode_state()
+    reset_gpu_interpreter()
 
 
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jaxkv.core.config import DEFAULT_UTILIZATION
 from jaxkv.core.errors import ConfigError
 from pallas_kernels.kv_layout import KVLayout
 
@@ -16,7 +17,6 @@ CPU_SHARE = 0.25
 _GIB = 1024**3
 CPU_POOL_BYTES = 2 * _GIB
 """Of a pool on CPU whose size nobody has stated: memory is zeroed at the start, and other programs want some, too."""
-DEFAULT_UTILIZATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ MemoryUtilization = Annotated[
     typer.Option(
         "--gpu-memory-utilization",
         "--memory-utilization",
-        help="Share of the device's memory (on CPU: of a quarter of the RAM) to use: 0.9, but on CPU 2 GiB for the KV cache.",
+        help="Share of the device's memory (on CPU: of a quarter of the RAM) to use. Default: 0.9; on CPU 2 GiB for the KV cache.",
         rich_help_panel=_CACHE,
     ),
 ]

@@ -15,6 +15,10 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "reference", "cpu_native", "mosaic_tpu", "mosaic_gpu"]
 
 
+DEFAULT_UTILIZATION = 0.9
+"""Share of a device's memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that can be chosen when an engine is built. None means: chosen from the model and the device.
@@ -30,7 +34,7 @@ class EngineConfig:
       (see `jaxkv.cache.static_scales`); None = none.
     attention_backend: auto = the best for the devices, see `pallas_kernels.backends`. With cpu_native matmuls are native too.
     memory_utilization: share of the device's memory (on CPU: of a quarter of the RAM) for weights, workspace and KV pages;
-      None = 0.9, but on CPU no more than 2 GiB of KV pages, or one request of max_model_len if that is more.
+      None = 0.9, but on CPU no more than 2 GiB of KV pages per device, or one request of max_model_len if that is more.
     kv_cache_memory_bytes: bytes of the KV pool; set, it overrides memory_utilization.
     max_queued_requests: requests that may wait in an AsyncEngine, choices counted; None = no limit.
     seed: draws the seeds of requests that bring none.

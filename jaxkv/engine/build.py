@@ -43,7 +43,7 @@ from pallas_kernels.page_copy.api import kernel_of
 from pallas_kernels.ragged_paged_attention.api import check_supported
 
 log = logging.getLogger("jaxkv")
-_KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """JAX's names of the KV dtypes that have names of their own there."""
 
 
@@ -165,7 +165,7 @@ def _checked_layout(config: EngineConfig, split: ModelConfig, backend: Backend) 
             num_kv_heads=split.num_kv_heads,
             head_dim=split.head_dim,
             page_size=config.block_size,
-            dtype=_KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
+            dtype=KV_DTYPES.get(config.kv_cache_dtype, config.kv_cache_dtype),
             static_scales=config.kv_cache_scales is not None,
             shards=config.tensor_parallel_size,
         )

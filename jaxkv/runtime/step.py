@@ -34,7 +34,7 @@ class StepOutput:
     """What the host reads of a step. Entries of sequences that do not sample, and of padding, mean nothing."""
 
     tokens: jax.Array  # [S] int32
-    broken: jax.Array  # [S] bool: the logits held NaN or +inf, so the token is meaningless
+    broken: jax.Array  # [S] bool: see `broken_rows`: the token is meaningless
     finished: jax.Array  # [S] bool: the token is a stop id (past min_tokens) or reaches max_tokens
     logprobs: Logprobs  # [S]
     prompt_logprobs: Logprobs  # [T]

@@ -22,9 +22,9 @@ inline void write_row(const From* from, int64_t D, To* to, float*) {
   for (int64_t d = 0; d < D; ++d) from_float(to_float(from[d]), to[d]);
 }
 
-// Symmetric int8 with one scale, bit for bit as quantize.py does it: the largest magnitude becomes 127, a row of zeros has scale 1, and
-// no scale is subnormal, as its inverse might be infinite. NaN and infinity make the scale NaN, so that what is read back is not
-// finite either.
+// Symmetric int8 with one scale, for finite rows that of quantize.py: the largest magnitude becomes 127, a row of zeros has
+// scale 1, and no scale is subnormal, as its inverse might be infinite. Numbers are divided by it, where XLA may multiply by its
+// reciprocal. NaN and infinity make the scale NaN, so that what is read back is not finite either.
 template <class From>
 inline void write_row(const From* from, int64_t D, int8_t* to, float* scale) {
   constexpr float kLargest = 127.0f, kSmallestScale = 0x1p-126f;

@@ -35,7 +35,7 @@ def matmul(
     T = x.shape[0]
     x = jnp.pad(x, ((0, -T % (ROWS * tiles.warpgroups)), (0, 0)))
     kernel = make_kernel(weight, tiles, x.shape[0])
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    layer = layer.reshape(1)
     if kernel.is_int4:
         rows = x.astype(jnp.bfloat16)
         sums = rows.astype(jnp.float32).reshape(x.shape[0], -1, weight.group).sum(axis=2).T

@@ -47,7 +47,7 @@ def matmul(
     outputs = min(blocks.outputs, out // LANES * LANES or out)
     inputs = input_block(width, blocks.inputs, packed=weight.kind == "int4")
     x = jnp.pad(x, ((0, -T % tokens), (0, 0)))
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    layer = layer.reshape(1)
     block = (tokens, outputs, inputs)
     native = blocks.native_8bit
     call = _of_int4(x, weight, block) if weight.kind == "int4" else _of_bytes(x, weight, layer, block, native)

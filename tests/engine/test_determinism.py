@@ -215,7 +215,7 @@ def test_a_mix_arriving_at_any_time(setup: Setup, engine: Engine) -> None:
         rng = random.Random(seed)
         gaps = [rng.choice((0, 1, 2, 4)) for _ in range(count)]
         found = run_arriving(engine, setup.mixed, rng.sample(range(count), count), gaps)
-        setup.check(found, expected, drawn=True)
+        setup.check(found, expected, jobs=setup.mixed)
 
 
 def run_arriving(engine: Engine, jobs: list[Job], order: Sequence[int], gaps: Sequence[int]) -> list[Answer]:
@@ -295,10 +295,12 @@ SCORED = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs
 
 
 @on(HOPPER)
-def test_logprobs_of_prompts(setup: Setup, engine: Engine) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_logprobs_of_prompts(setup: Setup, dtype: str) -> None:
     """Within the rounding of 16 bits, in chunks. Where nothing is rounded, they are part of the mix above."""
+    engine = setup.engine(kv_cache_dtype=dtype)
     jobs = [Job(prompt, SCORED) for prompt in ("bcb  ggeee", "hbec fbceaaade ")]
-    for found, wanted in zip(run_together(engine, jobs), setup.alone(jobs), strict=True):
+    for found, wanted in zip(run_together(engine, jobs), setup.alone(jobs, kv_cache_dtype=dtype), strict=True):
         assert found.ids == wanted.ids
         assert len(found.logprobs) > 3 * SCORED.max_tokens
         assert found.logprobs == pytest.approx(wanted.logprobs, abs=setup.tolerance)

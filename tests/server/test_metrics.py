@@ -57,6 +57,7 @@ def test_names_types_and_labels(base_url: str) -> None:
     labels = families["cache_config_info"].samples[0].labels
     assert labels["block_size"] == "4"
     assert labels["num_gpu_blocks"] == "128"
+    assert float(labels["gpu_memory_utilization"]) == 0.9
 
 
 def test_numbers_add_up_over_requests(base_url: str) -> None:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures import pool_bits
-from fixtures.pool_bits import interpreter_of, random_pool
+from fixtures.interpreters import interpreter_of
+from fixtures.pool_bits import random_pool
 from fixtures.tpu_interpreter import DmaMode
 
 from pallas_kernels.backends import BACKENDS, TRAITS, Backend

@@ -12,6 +12,7 @@ from fixtures.quantized_matmul_aot import SHAPES, scan, stack_of
 
 from pallas_kernels.absent_devices import why_unavailable
 from pallas_kernels.inspection import nvidia
+from pallas_kernels.quantized_matmul.tuning import tiles_for
 from pallas_kernels.quantized_matmul.weights import KINDS
 
 WHY_NOT = why_unavailable("h100")
@@ -26,8 +27,9 @@ CASES = [
     *((("int4", tokens), SHAPES[i]) for tokens, i in ((8, 2), (512, 0))),
     (("fp8_e4m3", 8), SHAPES[2]),
     (("int8", 512), SHAPES[0]),
+    (("int4", 512), SHAPES[3]),
 ]
-"""Every choice of tiles, with outputs that the widest divides and others."""
+"""Every choice of tiles, with outputs that the widest divides and others, and int4 in groups of 32, 64 and 128."""
 
 
 @pytest.mark.parametrize(("setting", "shape"), CASES, ids=str)
@@ -42,6 +44,12 @@ def test_compiles_without_spills(setting: tuple[Any, int], shape: tuple[int, int
     assert report.wgmma > 0
     assert report.tensor_copies > 0
     assert not report.serialized
+    tiles = tiles_for("NVIDIA H100 80GB HBM3", kind, tokens)
+    if tiles.registers is not None:
+        # A warpgroup that asks for more than the others give back waits forever, and no compiler says so.
+        wanted = tiles.warpgroups * tiles.registers[0] + tiles.registers[1]
+        assert report.registers * (tiles.warpgroups + 1) >= wanted
+        assert all(registers % 8 == 0 for registers in tiles.registers)
     # No instruction but the kernel's yields or takes one layer of the weight.
     stored = stack.values.shape[2]
     one_layer = f"[1,{out},{stored}]"
