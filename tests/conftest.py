@@ -12,8 +12,8 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from fixtures.fast_interpreters import compiling_fast, give_numpy_to_callbacks
 from fixtures.gpu_interpreter import reset_gpu_interpreter
-from fixtures.host_callbacks import give_numpy_to_callbacks
 from jax._src.pallas.mosaic.interpret import race_detection_state as races
 from jax._src.pallas.mosaic_gpu.interpret import race_detection_state as gpu_races
 from jax.experimental.pallas import tpu as pltpu
@@ -46,10 +46,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreters_start_afresh() -> Iterator[None]:
+def _interpreters_start_afresh(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a kernel leaves in an interpreter when it raises would be found by the next one."""
-    np.random.seed(0)
-    yield
+    np.random.seed(0)  # JAX's interpreter draws the clocks of copies from it
+    with compiling_fast() if request.node.get_closest_marker("interpret") else contextlib.nullcontext():
+        yield
     with contextlib.suppress(Exception):  # of a step that a failed test has left behind
         jax.effects_barrier()
     pltpu.reset_tpu_interpret_mode_state()
