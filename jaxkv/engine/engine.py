@@ -200,7 +200,7 @@ class Engine:
         logprobs: HostLogprobs | None = None
         sampled: dict[int, Entry] = {}
         for row, entry in enumerate(plan.entries):
-            if entry.samples and broken[row]:
+            if broken[row]:
                 self._end(entry.seq, "error", _NOT_FINITE)
             elif entry.samples:
                 sampled[row] = entry
@@ -252,8 +252,6 @@ class Engine:
         for entry, scores in zip(plan.entries, scoring, strict=True):
             if scores:
                 live, _ = self._owner[entry.seq.seq_id]
-                if not host.finite(range(first_row, first_row + entry.num_tokens)):
-                    self._end(entry.seq, "error", _NOT_FINITE)
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
                 known = live.prompt_logprobs_known
                 positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))

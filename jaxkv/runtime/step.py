@@ -31,10 +31,10 @@ from pallas_kernels.ragged_paged_attention.api import ragged_paged_attention
 
 @struct.dataclass
 class StepOutput:
-    """What the host reads of a step. Entries of sequences that do not sample, and of padding, mean nothing."""
+    """What the host reads of a step. Those of padding mean nothing, nor, but for `broken`, those of sequences that do not sample."""
 
     tokens: jax.Array  # [S] int32
-    broken: jax.Array  # [S] bool: see `broken_rows`: the token is meaningless
+    broken: jax.Array  # [S] bool: the chunk or its logits hold NaN, or no logit is finite
     finished: jax.Array  # [S] bool: the token is a stop id (past min_tokens) or reaches max_tokens
     logprobs: Logprobs  # [S]
     prompt_logprobs: Logprobs  # [T]
@@ -104,7 +104,7 @@ def _step(
     sampled = sample(logits, state, batch.slots, batch.flags)
     output = StepOutput(
         tokens=sampled,
-        broken=broken_rows(logits),
+        broken=broken_rows(logits) | _broken_chunks(hidden, batch.cu_q_lens),
         finished=_finished(state, batch.slots, sampled),
         logprobs=sampled_logprobs(batch.flags.logprobs, logits, sampled),
         prompt_logprobs=prompt_logprobs(batch.flags.prompt_logprobs, hidden, batch.targets, to_logits),
@@ -115,6 +115,14 @@ def _step(
 def broken_rows(logits: Float[Array, "S V"]) -> Bool[Array, " S"]:
     """Rows with NaN, or without a finite maximum. The sum shows NaN: XLA's CPU backend loses it in a maximum."""
     broken: Array = jnp.isnan(jnp.sum(logits, axis=-1)) | ~jnp.isfinite(jnp.max(logits, axis=-1))
+    return broken
+
+
+def _broken_chunks(hidden: Float[Array, "T E"], cu_q_lens: Int[Array, " S+1"]) -> Bool[Array, " S"]:
+    """Chunks with NaN in a token's hidden state. A pool of int8 with static scales cannot hold NaN to show it later."""
+    count = jnp.cumsum(jnp.isnan(jnp.sum(hidden.astype(jnp.float32), axis=-1)))
+    before = jnp.concatenate([jnp.zeros(1, count.dtype), count])
+    broken: Array = before[cu_q_lens[1:]] > before[cu_q_lens[:-1]]
     return broken
 
 

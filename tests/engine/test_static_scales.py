@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,29 @@ def test_another_scale_is_no_other_program(tmp_path: Path, dtype: str) -> None:
     second = answer(engine)
     assert engine.stats().recompilations == 0
     assert first != second, "everything saturates at this scale"
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu_native"])
+def test_a_pool_that_cannot_hold_nan_hides_none(tmp_path: Path, backend: str) -> None:
+    """A damaged row of the embedding ends those that use it, in the first chunk of several, and no others."""
+    engine = engine_with(
+        tmp_path / "s.json",
+        "int8",
+        0.02,
+        model=dataclasses.replace(TINY, tie_embeddings=False),
+        attention_backend=backend,
+        max_num_batched_tokens=8,
+    )
+    fine, bad = [5, 9, 33, 2, 77, 13, 40, 8, 7, 6], [*range(100, 120)]
+    healthy = engine.generate([fine], GREEDY, progress=False)[0].outputs
+    weights = engine._runner._params
+    weights["embed"] = weights["embed"].at[101].set(np.nan)
+    outputs = engine.generate([fine, bad], GREEDY, progress=False)
+    assert outputs[0].outputs == healthy
+    assert outputs[1].outputs[0].finish_reason == "error"
+    assert not outputs[1].outputs[0].token_ids
+    engine.check()
     engine.close()
 
 
