@@ -99,7 +99,8 @@ def compile_case(case: dict[str, Any]) -> None:
     devices = case.get("devices", 1)
     whole = KVLayout(LAYERS, K, D, page, dtype, "token_major", scales or "none", devices)
     layout = dataclasses.replace(whole, num_kv_heads=K // devices, shards=1)
-    num_pages = SEQS * CONTEXT // page
+    # At least so many bytes, beside which padded queries are few, and a copy would show.
+    num_pages = max(SEQS * CONTEXT // page, devices * 2**27 // whole.bytes_per_page)
     shape = jax.ShapeDtypeStruct
     pool, scales_shape = whole.pages_shape(num_pages), whole.scales_shape(num_pages)
     kv = KVPages(shape(pool, jnp.dtype(dtype)), None if scales_shape is None else shape(scales_shape, jnp.float32))
