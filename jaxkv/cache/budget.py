@@ -92,7 +92,11 @@ def plan_pool(
     page_bytes = layout.bytes_per_page // shards
     blocks_per_request = -(-max_model_len // layout.page_size)
     usable = kv_cache_memory_bytes
-    if usable is None:
+    if usable is not None:
+        # Devices of one CPU share its RAM.
+        memory = int(device_bytes / CPU_SHARE) // shards if on_cpu else device_bytes
+        _check_stated(usable, memory, weight_bytes + workspace_bytes)
+    else:
         usable = int(device_bytes * (memory_utilization or DEFAULT_UTILIZATION)) - weight_bytes - workspace_bytes
         if on_cpu and memory_utilization is None:
             usable = min(usable, max(CPU_POOL_BYTES, (blocks_per_request + 1) * page_bytes))
@@ -101,9 +105,9 @@ def plan_pool(
     if kv_cache_memory_bytes is None:
         num_blocks = min(num_blocks, 2 * blocks_per_request * max_num_seqs)
     if num_blocks < blocks_per_request:
-        _refuse(
-            page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, kv_cache_memory_bytes
-        )
+        share = f"--memory-utilization (now {memory_utilization or DEFAULT_UTILIZATION})"
+        flag = share if kv_cache_memory_bytes is None else "--kv-cache-memory-bytes"
+        _refuse(page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, flag)
     return MemoryReport(
         device_bytes=device_bytes,
         weight_bytes=weight_bytes,
@@ -115,6 +119,14 @@ def plan_pool(
     )
 
 
+def _check_stated(kv_bytes: int, device_bytes: int, other_bytes: int) -> None:
+    if kv_bytes + other_bytes > device_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {kv_bytes} ({kv_bytes / _GIB:.2f} GiB), but a device has {device_bytes / _GIB:.2f} GiB, of which "
+            f"weights and workspace take {other_bytes / _GIB:.2f} GiB: lower --kv-cache-memory-bytes"
+        )
+
+
 def _refuse(
     page_bytes: int,
     usable: int,
@@ -122,11 +134,10 @@ def _refuse(
     num_blocks: int,
     page_size: int,
     max_model_len: int,
-    kv_cache_memory_bytes: int | None,
+    flag: str,
 ) -> None:
     needed = (blocks_per_request + 1) * page_bytes
     longest = max(num_blocks, 0) * page_size
-    flag = "--memory-utilization" if kv_cache_memory_bytes is None else "--kv-cache-memory-bytes"
     fits = f"the longest max_model_len that fits is {longest}" if longest else "not even one block fits"
     raise ConfigError(
         f"No available memory for the cache blocks: one request of max_model_len {max_model_len} needs "

@@ -42,13 +42,13 @@ MemoryUtilization = Annotated[
     typer.Option(
         "--gpu-memory-utilization",
         "--memory-utilization",
-        help="Share of the device's memory (on CPU: of a quarter of the RAM) to use. Default: 0.9; on CPU 2 GiB for the KV cache.",
+        help="Share of the device's memory (on CPU: of a quarter of the RAM) to use. Default: 0.9; on CPU at most 2 GiB of KV cache.",
         rich_help_panel=_CACHE,
     ),
 ]
 KVCacheMemoryBytes = Annotated[
     int | None,
-    typer.Option("--kv-cache-memory-bytes", help="Size of the KV pool, in place of a share.", rich_help_panel=_CACHE),
+    typer.Option("--kv-cache-memory-bytes", help="Size of the KV pool, whatever the share.", rich_help_panel=_CACHE),
 ]
 KVCacheDtype = Annotated[
     str | None,

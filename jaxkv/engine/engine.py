@@ -46,7 +46,7 @@ class Engine:
     """Serves one model. Not thread-safe except for `prepare`: one thread adds, steps and aborts (`AsyncEngine` is that thread).
 
     Attributes:
-      config: as resolved, with no None left where a default was chosen. model_config: the model's shape.
+      config: as resolved: None is left where it means that nothing is set. model_config: the model's shape.
       generation_config: the model's own sampling defaults. last_step: numbers of the newest step.
     """
 
@@ -202,7 +202,7 @@ class Engine:
         for row, entry in enumerate(plan.entries):
             if broken[row]:
                 self._end(entry.seq, "error", _NOT_FINITE)
-            elif entry.samples:
+            elif entry.samples and not self._owner[entry.seq.seq_id][1].finished:
                 sampled[row] = entry
         self._scheduler.commit(plan, {entry.seq.seq_id: [tokens[row]] for row, entry in sampled.items()})
         for row, entry in sampled.items():
@@ -255,7 +255,13 @@ class Engine:
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
                 known = live.prompt_logprobs_known
                 positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
-                live.add_prompt_logprobs([host.at(first_row + at - 1 - entry.start, prompt[at], k) for at in positions])
+                rows = [first_row + at - 1 - entry.start for at in positions]
+                if host.finite(rows):
+                    live.add_prompt_logprobs(
+                        [host.at(row, prompt[at], k) for row, at in zip(rows, positions, strict=True)]
+                    )
+                else:
+                    self._end(entry.seq, "error", _NOT_FINITE)
             first_row += entry.num_tokens
 
     def _fail(self, plan: StepPlan, error: BaseException) -> float:

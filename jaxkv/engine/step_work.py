@@ -67,6 +67,10 @@ class HostLogprobs:
         self._top_ids = np.asarray(logprobs.top_ids)
         self._top = np.asarray(logprobs.top)
 
+    def finite(self, rows: Seq[int]) -> bool:
+        """Whether the log-probabilities of some rows are numbers."""
+        return bool(np.isfinite(self._top[rows, 0]).all())
+
     def at(self, row: int, token: int, k: int) -> TokenLogprob:
         """Of `token`, which the row was asked about, with the k best."""
         best = zip(self._top_ids[row, :k].tolist(), self._top[row, :k].tolist(), strict=True)

@@ -119,7 +119,7 @@ def broken_rows(logits: Float[Array, "S V"]) -> Bool[Array, " S"]:
 
 
 def _broken_chunks(hidden: Float[Array, "T E"], cu_q_lens: Int[Array, " S+1"]) -> Bool[Array, " S"]:
-    """Chunks with NaN in a token's hidden state. A pool of int8 with static scales cannot hold NaN to show it later."""
+    """Chunks with NaN in a token's hidden state: a later chunk need not show what is wrong with an earlier one."""
     count = jnp.cumsum(jnp.isnan(jnp.sum(hidden.astype(jnp.float32), axis=-1)))
     before = jnp.concatenate([jnp.zeros(1, count.dtype), count])
     broken: Array = before[cu_q_lens[1:]] > before[cu_q_lens[:-1]]
@@ -171,7 +171,12 @@ def _attention(spec: StepSpec, batch: StepBatch) -> decoder.Attend[KVPool]:
             sliding_window=spec.model.sliding_window,
             backend=spec.backend,
         )
-        return kv, out.reshape(T, K, G, D)
+        out = out.reshape(T, K, G, D)
+        if layout.scales == "static":
+            # Such a pool holds neither NaN nor infinity. They show in the result of the token that brings them.
+            hidden_by_pool = 0.0 * (k + v).astype(jnp.float32).sum(axis=-1)
+            out = out + hidden_by_pool[:, :, None, None].astype(out.dtype)
+        return kv, out
 
     mapped = jax.shard_map(
         local,

@@ -49,6 +49,15 @@ def test_stated_bytes_override_the_share() -> None:
     assert plan(kv_cache_memory_bytes=33 * PAGE).num_blocks == 32
 
 
+def test_stated_bytes_that_no_device_has() -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes is {851 * PAGE} .* lower --kv-cache-memory-bytes"):
+        plan(kv_cache_memory_bytes=851 * PAGE)
+    # Of a CPU's RAM a quarter counts unless a size is stated, and its devices share it.
+    assert plan(kv_cache_memory_bytes=3850 * PAGE, on_cpu=True).num_blocks == 3849
+    with pytest.raises(ConfigError, match="lower --kv-cache-memory-bytes"):
+        plan(kv_cache_memory_bytes=1851 * PAGE, on_cpu=True, shards=2)
+
+
 def test_shards_hold_their_part_of_each_page() -> None:
     assert plan(kv_cache_memory_bytes=33 * PAGE, shards=4).num_blocks == 131
 
@@ -83,5 +92,7 @@ def test_no_more_than_can_be_used() -> None:
 def test_no_room(changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError, match="No available memory for the cache blocks") as refused:
         plan(**changes)
+    if "memory_utilization" in changes:
+        words = [*words, "(now 0.1)"]
     for word in [*words, "max_model_len 256", f"({17 * PAGE} bytes)", "--max-model-len"]:
         assert word in str(refused.value)

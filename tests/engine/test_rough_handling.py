@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 from typing import Any
 
@@ -106,6 +107,21 @@ def test_damaged_weights_show_in_scoring_too() -> None:
     layers["down"] = layers["down"].at[0, 0, 0].set(np.nan)
     output = engine.generate("hello", SamplingParams(max_tokens=0, prompt_logprobs=1))[0]
     assert output.outputs[0].finish_reason == "error"
+    engine.check()
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_infinite_logits_of_a_prompt_are_not_reported(tokens: int) -> None:
+    """Those of its inner tokens alone: the last one's may be fine, by the sign of one number."""
+    engine = tiny_engine(model=dataclasses.replace(TINY, tie_embeddings=False), attention_backend="reference")
+    weights = engine._runner._params
+    weights["lm_head"] = weights["lm_head"].at[77, 3].set(np.inf)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, prompt_logprobs=1)
+    prompts = [[(7 * a + b) % 90 + 3 for b in range(20)] for a in range(6)]
+    for output in engine.generate(prompts, params, progress=False):
+        assert output.outputs[0].finish_reason == "error"
+        assert not output.outputs[0].token_ids
+    assert engine.stats().generation_tokens == 0
     engine.check()
 
 

@@ -71,17 +71,31 @@ def test_another_scale_is_no_other_program(tmp_path: Path, dtype: str) -> None:
     engine.close()
 
 
+def engine_of_chunks(path: Path, dtype: str, backend: str) -> Engine:
+    untied = dataclasses.replace(TINY, tie_embeddings=False)
+    return engine_with(path, dtype, 0.02, model=untied, attention_backend=backend, max_num_batched_tokens=8)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", [0, 1], ids=["keys", "values"])
+def test_keys_and_values_that_the_pool_cannot_hold(tmp_path: Path, dtype: str, value: float, kind: int) -> None:
+    engine = engine_of_chunks(tmp_path / "s.json", dtype, "reference")
+    layers = engine._runner._params["layers"]
+    group = TINY.num_heads // TINY.num_kv_heads
+    layers["qkv"] = layers["qkv"].at[1, 0, group + kind, 3, 5].set(value)
+    for params in (GREEDY, SamplingParams(max_tokens=0, prompt_logprobs=1)):
+        output = engine.generate([[*range(100, 120)]], params, progress=False)[0]
+        assert output.outputs[0].finish_reason == "error"
+    assert engine.stats().num_blocks_cached == 0
+    engine.check()
+    engine.close()
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu_native"])
 def test_a_pool_that_cannot_hold_nan_hides_none(tmp_path: Path, backend: str) -> None:
     """A damaged row of the embedding ends those that use it, in the first chunk of several, and no others."""
-    engine = engine_with(
-        tmp_path / "s.json",
-        "int8",
-        0.02,
-        model=dataclasses.replace(TINY, tie_embeddings=False),
-        attention_backend=backend,
-        max_num_batched_tokens=8,
-    )
+    engine = engine_of_chunks(tmp_path / "s.json", "int8", backend)
     fine, bad = [5, 9, 33, 2, 77, 13, 40, 8, 7, 6], [*range(100, 120)]
     healthy = engine.generate([fine], GREEDY, progress=False)[0].outputs
     weights = engine._runner._params
