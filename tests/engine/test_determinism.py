@@ -100,12 +100,11 @@ CHOICES_PROMPT = "gbhdceadged"
 
 
 def choices_together(engine: Engine) -> list[tuple[int, ...]]:
-    """Cached pages of earlier runs are of other prompts."""
+    """Cached pages of earlier runs are of other prompts, and free ones, which might hold the right numbers still, are full of NaN."""
+    engine.poison_free_pages()
     [output] = engine.generate([CHOICES_PROMPT], CHOICES, progress=False)
     engine.check()
-    ids = [tuple(choice.token_ids) for choice in output.outputs]
-    assert len({*ids}) == CHOICES.n, "choices that go on alike prove nothing"
-    return ids
+    return [tuple(choice.token_ids) for choice in output.outputs]
 
 
 def choices_alone(engine: Engine) -> list[tuple[int, ...]]:
@@ -115,6 +114,7 @@ def choices_alone(engine: Engine) -> list[tuple[int, ...]]:
         seed = (5 + index * 0x9E3779B97F4A7C15) % 2**64
         params = dataclasses.replace(CHOICES, n=1, seed=seed - 2**64 * (seed >= 2**63), prompt_logprobs=0)
         ids.append(tuple(engine.generate([CHOICES_PROMPT], params, progress=False)[0].outputs[0].token_ids))
+    assert len({*ids}) == CHOICES.n, "choices that go on alike prove nothing"
     return ids
 
 
