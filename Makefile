@@ -29,10 +29,10 @@ types: $(VENV)/.dev
 imports: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
-# Interpreted kernels keep one core busy each; engines and servers want all of them.
+# Most tests keep one core busy each; engines and servers want all of them.
 unit: $(VENV)/.dev
-	$(BIN)/pytest -m "not aot" -n 2 tests/pallas_kernels
-	$(BIN)/pytest -m "not aot" --ignore tests/pallas_kernels
+	$(BIN)/pytest -m "not aot" -n 2 --ignore tests/engine --ignore tests/server
+	$(BIN)/pytest -m "not aot" tests/engine tests/server
 
 # Needs libtpu and ptxas, which exist for x86-64 Linux only.
 ifeq ($(shell uname -s -m),Linux x86_64)
