@@ -249,19 +249,16 @@ class Engine:
             return
         host = HostLogprobs(output.prompt_logprobs)
         first_row = 0
-        for entry, scores in zip(plan.entries, scoring, strict=True):
-            if scores:
+        for entry, wanted in zip(plan.entries, scoring, strict=True):
+            if wanted:
                 live, _ = self._owner[entry.seq.seq_id]
                 prompt, k = entry.seq.prompt_ids, live.request.params.prompt_logprobs or 0
-                known = live.prompt_logprobs_known
-                positions = range(max(entry.start + 1, known), min(entry.end + 1, len(prompt)))
-                rows = [first_row + at - 1 - entry.start for at in positions]
-                if host.finite(rows):
-                    live.add_prompt_logprobs(
-                        [host.at(row, prompt[at], k) for row, at in zip(rows, positions, strict=True)]
-                    )
-                else:
+                positions = range(max(entry.start + 1, live.prompt_logprobs_known), min(entry.end + 1, len(prompt)))
+                scores = host.of_prompt(first_row - entry.start - 1, positions, prompt, k)
+                if scores is None:
                     self._end(entry.seq, "error", _NOT_FINITE)
+                else:
+                    live.add_prompt_logprobs(scores)
             first_row += entry.num_tokens
 
     def _fail(self, plan: StepPlan, error: BaseException) -> float:

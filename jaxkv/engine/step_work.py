@@ -67,12 +67,15 @@ class HostLogprobs:
         self._top_ids = np.asarray(logprobs.top_ids)
         self._top = np.asarray(logprobs.top)
 
-    def finite(self, rows: Seq[int]) -> bool:
-        """Whether the log-probabilities of some rows are numbers."""
-        return bool(np.isfinite(self._top[rows, 0]).all())
-
     def at(self, row: int, token: int, k: int) -> TokenLogprob:
         """Of `token`, which the row was asked about, with the k best."""
         best = zip(self._top_ids[row, :k].tolist(), self._top[row, :k].tolist(), strict=True)
         inside = tuple((i, value) for i, value in best if value > -math.inf)  # a small vocabulary has fewer
         return TokenLogprob(token, self._chosen[row], self._rank[row], inside)
+
+    def of_prompt(self, offset: int, positions: range, prompt: Seq[int], k: int) -> list[TokenLogprob] | None:
+        """Of the prompt's tokens at `positions`, each asked about by row offset + position; None if one is not finite."""
+        rows = [offset + at for at in positions]
+        if not np.isfinite(self._top[rows, 0]).all():
+            return None
+        return [self.at(row, prompt[at], k) for row, at in zip(rows, positions, strict=True)]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fixtures.flash_attention_cases import BOUND, CASES, Batch, Case, make_batch, worst_error
 from fixtures.gpu_interpreter import gpu_interpreter
+from fixtures.hopper_mistakes import give_tiles_back_unread
 from fixtures.interpreters import MISUSED_BARRIER
 from fixtures.tpu_interpreter import DmaMode, watching
 
@@ -140,15 +141,6 @@ def test_a_missing_wait_is_noticed_on_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_tile_given_back_too_early_is_a_race_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is read: every barrier has its arrivals and its waits, and only the race detector can object."""
-    wait, release = Ring.wait, Ring.release
-
-    def wait_and_release(self: Ring, t: Any) -> Any:
-        tile = wait(self, t)
-        release(self, t)
-        return tile
-
-    monkeypatch.setattr(Ring, "wait", wait_and_release)
-    monkeypatch.setattr(Ring, "release", lambda *_: None)
+    give_tiles_back_unread(monkeypatch)
     with pytest.raises(Exception, match="RACE DETECTED"):
         on_gpu(make_batch(WATCHED))

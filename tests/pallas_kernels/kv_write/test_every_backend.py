@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.interpreters import on
 from fixtures.kv_write_cases import LAYER, Case, Write, make_write, program_of, run, wrong_parts
 from fixtures.tpu_interpreter import DmaMode
 from jax import lax
@@ -47,7 +48,6 @@ DTYPES: dict[Backend, tuple[str, ...]] = {
     "mosaic_tpu": mosaic_tpu_plan.DTYPES,
     "mosaic_gpu": mosaic_gpu_common.KV_DTYPES,
 }
-INTERPRETED = (pytest.mark.interpret, pytest.mark.timeout(300))
 
 
 def _takes(backend: Backend, case: Case) -> bool:
@@ -59,15 +59,10 @@ def _takes(backend: Backend, case: Case) -> bool:
     return case.dtype in DTYPES.get(backend, (case.dtype,))
 
 
-def _param(backend: Backend, *values: Any) -> Any:
-    name = "-".join(map(str, (backend, *values)))
-    return pytest.param(backend, *values, id=name, marks=INTERPRETED if backend.startswith("mosaic") else ())
-
-
 def _suite() -> list[Any]:
     modes: dict[Backend, tuple[DmaMode, ...]] = {"mosaic_tpu": ("on_wait", "eager")}
     return [
-        _param(backend, case, dma)
+        on(backend, case, dma)
         for backend in BACKENDS
         for case in CASES
         if _takes(backend, case)
@@ -112,7 +107,7 @@ def _mistaken(write: Write, mistake: str) -> Write:
     return replace(write, **changes[mistake])
 
 
-@pytest.mark.parametrize("backend", [_param(backend) for backend in BACKENDS])
+@pytest.mark.parametrize("backend", [on(backend) for backend in BACKENDS])
 def test_planted_mistakes_are_noticed(backend: Backend) -> None:
     """A test of the test. Twice a row has the same numbers, and another scale."""
     write = make_write(APART, backend)
@@ -124,7 +119,7 @@ def test_planted_mistakes_are_noticed(backend: Backend) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [_param(backend, case) for backend in BACKENDS for case in (APART, APART_FP8) if _takes(backend, case)],
+    [on(backend, case) for backend in BACKENDS for case in (APART, APART_FP8) if _takes(backend, case)],
 )
 def test_what_is_not_finite_is_read_back_so(backend: Backend, case: Case) -> None:
     """Scales per token hide neither NaN nor infinity, and their neighbours stay what they are."""

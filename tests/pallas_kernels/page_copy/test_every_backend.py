@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures import pool_bits
-from fixtures.interpreters import interpreter_of
+from fixtures.interpreters import interpreter_of, on
 from fixtures.pool_bits import random_pool
 from fixtures.tpu_interpreter import DmaMode
 
@@ -98,15 +98,10 @@ def wrong_parts(copy: Copy, dma: DmaMode = "on_wait") -> set[str]:
         return pool_bits.wrong_parts(copy.backend, found, [copy.expected])
 
 
-def _param(backend: Backend, *values: Any) -> Any:
-    name = "-".join(map(str, (backend, *values)))
-    return pytest.param(backend, *values, id=name, marks=pytest.mark.interpret if backend.startswith("mosaic") else ())
-
-
 def _suite() -> list[Any]:
     modes: dict[Backend, tuple[DmaMode, ...]] = {"mosaic_tpu": ("on_wait", "eager")}
     return [
-        _param(backend, case, dma)
+        on(backend, case, dma)
         for backend in BACKENDS
         for case in CASES
         # Too small for an accelerator's units of memory.
@@ -129,7 +124,7 @@ MISTAKES: dict[str, Pairs] = {
 }
 
 
-@pytest.mark.parametrize("backend", [_param(backend) for backend in BACKENDS])
+@pytest.mark.parametrize("backend", [on(backend) for backend in BACKENDS])
 def test_planted_mistakes_are_noticed(backend: Backend) -> None:
     """A test of the test."""
     copy = make_copy(SMALL, backend)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from fixtures import interpreters
 from fixtures.quantized_matmul_cases import CASES, Case, Problem, alone, check, make_problem, multiply, why_refused
 from hypothesis import given, settings
 
@@ -17,11 +19,7 @@ from pallas_kernels.quantized_matmul.weights import KINDS, Kind
 NAN = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-def on(backend: Backend, *values: Any) -> Any:
-    marks = (pytest.mark.interpret, pytest.mark.timeout(200), NAN) if backend.startswith("mosaic") else ()
-    return pytest.param(backend, *values, id="-".join(map(str, (backend, *values))), marks=marks)
-
-
+on = functools.partial(interpreters.on, interpreted=(NAN,))
 EACH_BACKEND = pytest.mark.parametrize("backend", [on(backend) for backend in BACKENDS])
 
 

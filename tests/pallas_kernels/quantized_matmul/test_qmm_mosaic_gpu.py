@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.hopper_mistakes import give_tiles_back_unread
 from fixtures.interpreters import MISUSED_BARRIER
 from fixtures.quantized_matmul_cases import SMALL_TILES, Case, check, make_problem, multiply
 
@@ -40,15 +41,6 @@ def test_a_missing_wait_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("kind", WATCHED)
 def test_a_tile_given_back_too_early_is_a_race(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is read: every barrier has its arrivals and its waits, and only the race detector can object."""
-    wait, release = Ring.wait, Ring.release
-
-    def wait_and_release(self: Ring, t: Any) -> Any:
-        tile = wait(self, t)
-        release(self, t)
-        return tile
-
-    monkeypatch.setattr(Ring, "wait", wait_and_release)
-    monkeypatch.setattr(Ring, "release", lambda *_: None)
+    give_tiles_back_unread(monkeypatch)
     with pytest.raises(Exception, match="RACE DETECTED"):
         multiply("mosaic_gpu", WATCHED[kind])

@@ -12,6 +12,7 @@ import pytest
 from fixtures.attention_backends import attend_on_hopper, batch_for, compare
 from fixtures.attention_cases import LAYER, Batch, Case, dense, relative_error
 from fixtures.gpu_interpreter import gpu_interpreter
+from fixtures.hopper_mistakes import give_tiles_back_unread
 from fixtures.interpreters import MISUSED_BARRIER
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -111,17 +112,7 @@ def test_a_planted_wrong_causal_mask_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_tile_given_back_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consumers let the producer fill a tile's place before they read the tile: every barrier has its arrivals and its waits."""
-    ring = mosaic_gpu_prefill_call.Ring
-    wait, release = ring.wait, ring.release
-
-    def wait_and_release(self: mosaic_gpu_prefill_call.Ring, t: jax.Array) -> object:
-        tile = wait(self, t)
-        release(self, t)
-        return tile
-
-    monkeypatch.setattr(ring, "wait", wait_and_release)
-    monkeypatch.setattr(ring, "release", lambda *_: None)
+    give_tiles_back_unread(monkeypatch)
     with pytest.raises(Exception, match="RACE DETECTED"):
         attend_on_hopper(hopper_batch(((20, 200),), group=1, head_dim=256), num_sms=1)
 
