@@ -54,12 +54,25 @@ class MemoryReport:
         )
 
 
-def device_memory(device: jax.Device) -> int:
-    """Bytes that one device may use in all."""
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of one device. total: what there is. usable: what counts unless the pool's size is stated.
+
+    largest_pool: of a pool for which neither size nor share is stated; None = no limit.
+    """
+
+    total: int
+    usable: int
+    largest_pool: int | None = None
+
+
+def device_memory(device: jax.Device, shards: int) -> DeviceMemory:
+    """Of each of `shards` devices like this one. Those of a CPU share its RAM."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
-    return int(_ram() * CPU_SHARE)
+        return DeviceMemory(int(stats["bytes_limit"]), int(stats["bytes_limit"]))
+    ram = _ram()
+    return DeviceMemory(ram // shards, int(ram * CPU_SHARE), CPU_POOL_BYTES)
 
 
 def _ram() -> int:
@@ -74,32 +87,29 @@ def plan_pool(
     layout: KVLayout,
     *,
     shards: int,
-    device_bytes: int,
+    memory: DeviceMemory,
     weight_bytes: int,
     workspace_bytes: int,
     memory_utilization: float | None,
     kv_cache_memory_bytes: int | None,
     max_model_len: int,
     max_num_seqs: int,
-    on_cpu: bool = False,
 ) -> MemoryReport:
     """Chooses the number of blocks. Raises ConfigError when not even one request of max_model_len fits.
 
     shards: devices over which KV heads are split; all byte counts are per device.
     Unless its bytes are stated, a pool takes no more than twice what max_num_seqs requests of max_model_len hold; if no share is
-    stated either, on_cpu no more than CPU_POOL_BYTES, or one request.
+    stated either, no more than the device's largest pool, or one request.
     """
     page_bytes = layout.bytes_per_page // shards
     blocks_per_request = -(-max_model_len // layout.page_size)
     usable = kv_cache_memory_bytes
     if usable is not None:
-        # Devices of one CPU share its RAM.
-        memory = int(device_bytes / CPU_SHARE) // shards if on_cpu else device_bytes
-        _check_stated(usable, memory, weight_bytes + workspace_bytes)
+        _check_stated(usable, memory.total, weight_bytes + workspace_bytes)
     else:
-        usable = int(device_bytes * (memory_utilization or DEFAULT_UTILIZATION)) - weight_bytes - workspace_bytes
-        if on_cpu and memory_utilization is None:
-            usable = min(usable, max(CPU_POOL_BYTES, (blocks_per_request + 1) * page_bytes))
+        usable = int(memory.usable * (memory_utilization or DEFAULT_UTILIZATION)) - weight_bytes - workspace_bytes
+        if memory.largest_pool is not None and memory_utilization is None:
+            usable = min(usable, max(memory.largest_pool, (blocks_per_request + 1) * page_bytes))
     # One page more than the ledger's blocks: the trash page.
     num_blocks = max(usable, 0) // page_bytes - 1
     if kv_cache_memory_bytes is None:
@@ -109,7 +119,7 @@ def plan_pool(
         flag = share if kv_cache_memory_bytes is None else "--kv-cache-memory-bytes"
         _refuse(page_bytes, usable, blocks_per_request, num_blocks, layout.page_size, max_model_len, flag)
     return MemoryReport(
-        device_bytes=device_bytes,
+        device_bytes=memory.usable,
         weight_bytes=weight_bytes,
         workspace_bytes=workspace_bytes,
         kv_bytes=(num_blocks + 1) * page_bytes,

@@ -117,14 +117,13 @@ def assemble(
     memory = plan_pool(
         layout,
         shards=shards,
-        device_bytes=device_memory(mesh.devices.flat[0]),
+        memory=device_memory(mesh.devices.flat[0], shards),
         weight_bytes=_bytes_per_device(placed),
         workspace_bytes=workspace_bytes(split, buckets, shards=shards),
         memory_utilization=config.memory_utilization,
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        on_cpu=mesh.devices.flat[0].platform == "cpu",
     )
     log.info("memory: %s", memory)
     spec = StepSpec(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
 
-from jaxkv.cache.budget import CPU_POOL_BYTES, plan_pool
+from jaxkv.cache.budget import CPU_POOL_BYTES, DeviceMemory, device_memory, plan_pool
 from jaxkv.core.errors import ConfigError
 from pallas_kernels.kv_layout import KVLayout
 
@@ -19,7 +20,7 @@ def plan(**changes: Any) -> Any:
         LAYOUT,
         **{
             "shards": 1,
-            "device_bytes": 1000 * PAGE,
+            "memory": DeviceMemory(1000 * PAGE, 1000 * PAGE),
             "weight_bytes": 100 * PAGE,
             "workspace_bytes": 50 * PAGE,
             "memory_utilization": 0.9,
@@ -52,10 +53,15 @@ def test_stated_bytes_override_the_share() -> None:
 def test_stated_bytes_that_no_device_has() -> None:
     with pytest.raises(ConfigError, match=f"kv_cache_memory_bytes is {851 * PAGE} .* lower --kv-cache-memory-bytes"):
         plan(kv_cache_memory_bytes=851 * PAGE)
-    # Of a CPU's RAM a quarter counts unless a size is stated, and its devices share it.
-    assert plan(kv_cache_memory_bytes=3850 * PAGE, on_cpu=True).num_blocks == 3849
-    with pytest.raises(ConfigError, match="lower --kv-cache-memory-bytes"):
-        plan(kv_cache_memory_bytes=1851 * PAGE, on_cpu=True, shards=2)
+    # More than usually counts of it may be stated.
+    assert plan(kv_cache_memory_bytes=3850 * PAGE, memory=DeviceMemory(4000 * PAGE, 1000 * PAGE)).num_blocks == 3849
+
+
+def test_devices_of_a_cpu_share_its_ram() -> None:
+    alone, two = (device_memory(jax.devices("cpu")[0], shards) for shards in (1, 2))
+    assert alone.total // 2 == two.total
+    assert alone.usable == two.usable < alone.total
+    assert alone.largest_pool == CPU_POOL_BYTES
 
 
 def test_shards_hold_their_part_of_each_page() -> None:
@@ -63,18 +69,19 @@ def test_shards_hold_their_part_of_each_page() -> None:
 
 
 def test_on_a_cpu_nobody_is_surprised_by_a_large_pool() -> None:
-    huge = {"device_bytes": 64 * CPU_POOL_BYTES, "on_cpu": True, "max_num_seqs": 10**6}
-    assert plan(**huge, memory_utilization=None).kv_bytes == CPU_POOL_BYTES
-    assert plan(**huge, memory_utilization=0.5).kv_bytes > 31 * CPU_POOL_BYTES
-    assert plan(**huge | {"on_cpu": False}, memory_utilization=None).kv_bytes > 57 * CPU_POOL_BYTES
-    assert (
-        plan(**huge, memory_utilization=None, kv_cache_memory_bytes=3 * CPU_POOL_BYTES).kv_bytes == 3 * CPU_POOL_BYTES
-    )
+    limit = 1000 * PAGE
+    cpu = {"memory": DeviceMemory(400 * limit, 100 * limit, limit), "max_num_seqs": 10**6}
+    assert plan(**cpu, memory_utilization=None).kv_bytes == limit
+    assert plan(**cpu, memory_utilization=0.5).kv_bytes == 50 * limit - 150 * PAGE
+    unlimited = {**cpu, "memory": DeviceMemory(400 * limit, 100 * limit)}
+    assert plan(**unlimited, memory_utilization=None).kv_bytes == 90 * limit - 150 * PAGE
+    assert plan(**cpu, memory_utilization=None, kv_cache_memory_bytes=3 * limit).kv_bytes == 3 * limit
     # One request of max_model_len fits where the memory allows it.
-    long = 3 * CPU_POOL_BYTES // PAGE * 16
-    assert plan(**huge, memory_utilization=None, max_model_len=long).num_blocks == long // 16
+    long = 3 * 1000 * 16
+    assert plan(**cpu, memory_utilization=None, max_model_len=long).num_blocks == 3000
+    small = {**cpu, "memory": DeviceMemory(4 * limit, limit, limit)}
     with pytest.raises(ConfigError, match="Raise --memory-utilization"):
-        plan(**huge | {"device_bytes": CPU_POOL_BYTES}, memory_utilization=None, max_model_len=long)
+        plan(**small, memory_utilization=None, max_model_len=long)
 
 
 def test_no_more_than_can_be_used() -> None:

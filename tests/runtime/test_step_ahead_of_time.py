@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxkv.cache.budget import plan_pool
+from jaxkv.cache.budget import DeviceMemory, plan_pool
 from jaxkv.core.errors import ConfigError
 from jaxkv.models.config import ModelConfig, RopeConfig
 from jaxkv.runtime.abstract_step import compile_step
@@ -101,8 +101,9 @@ def test_70b_is_refused_where_its_weights_cannot_fit() -> None:
     """The cases above leave out 70B on one v5e or v6e: the planner refuses those before anything is compiled."""
     layout = layout_for("mosaic_tpu", num_layers=80, num_kv_heads=8, head_dim=128, page_size=128, dtype="bfloat16")
     for chip in ("v5e", "v6e"):
+        hbm = CHIPS[chip].hbm_bytes
         with pytest.raises(ConfigError, match="not even one block fits"):
             plan_pool(
-                layout, shards=1, device_bytes=CHIPS[chip].hbm_bytes, weight_bytes=70 * 2**30, workspace_bytes=2**28,
+                layout, shards=1, memory=DeviceMemory(hbm, hbm), weight_bytes=70 * 2**30, workspace_bytes=2**28,
                 memory_utilization=0.9, kv_cache_memory_bytes=None, max_model_len=4096, max_num_seqs=64,
             )  # fmt: skip
