@@ -47,10 +47,11 @@ aot-all: .venv-aot/.done
 	.venv-aot/bin/pytest --aot-all tests/pallas_kernels/ragged_paged_attention/test_mosaic_tpu_aot.py \
 	  tests/pallas_kernels/ragged_paged_attention/test_mosaic_gpu_product_aot.py
 
-# Beside what `unit` runs of them: tests that name no backend, on each of the two. Those of the default model would take days.
+# Beside what `unit` runs of them: tests that name no backend, on each of the two; `test_determinism` names all. Those of the default
+# model would take days.
 engine-interpreted: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow and not interpret" --engine-backend mosaic_tpu tests/engine
-	$(BIN)/pytest -m "not slow and not interpret" --engine-backend mosaic_gpu tests/engine
+	$(BIN)/pytest -m "not slow and not interpret" --engine-backend mosaic_tpu tests/engine --ignore tests/engine/test_determinism.py
+	$(BIN)/pytest -m "not slow and not interpret" --engine-backend mosaic_gpu tests/engine --ignore tests/engine/test_determinism.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -3,7 +3,8 @@
     python -m pallas_kernels.inspect --chip v5e h100 --op ragged_paged_attention --dtype bfloat16 int8
 
 Needs `pip install 'jaxkv[aot]'`, no chip and no driver. Per call: its FLOPs, its bytes, and the time that these need at least on that
-chip. Per TPU kernel: VMEM, spills, and of its steady loop the bundles, cycles with stalls, bytes copied, and the static roofline.
+chip. Per TPU kernel: VMEM, spills, and of its steady loop the bundles, cycles with stalls, bytes copied, and the static roofline; and of
+each stretch of code that multiplies its cycles, and the share of them in which the matrix units do.
 Per NVIDIA kernel: registers, spills, shared memory, and how often it multiplies by wgmma, copies by TMA, and touches local memory.
 """
 
@@ -61,6 +62,8 @@ def _tpu_row(kernel: TPUKernel) -> dict[str, str]:
         "loop cycles": "-" if steady is None else str(steady.cycles),
         "loop bytes": "-" if steady is None else str(steady.dma_bytes),
         "cycles / bytes' cycles": "-" if steady is None else f"{steady.ratio():.2f}",
+        "cycles of products": " ".join(str(each.cycles) for each in kernel.products) or "-",
+        "matrix units busy": " ".join(f"{each.share:.2f}" for each in kernel.products) or "-",
     }
 
 

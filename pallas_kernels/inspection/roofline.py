@@ -1,4 +1,5 @@
-"""The static roofline of a streaming kernel: cycles of its steady block loop against the cycles its copies need.
+"""The static rooflines of a kernel: cycles of its steady block loop against the cycles that the loop's copies need, and cycles of
+each stretch of code that multiplies against those that its products need.
 
 The steady path is what runs when every block is full and unmasked. Left out are the ragged edges of the loop: the innermost
 conditional region around a nested loop (copies page by page, clearing of a tail), and of the regions that hold matmuls (the block's
@@ -7,10 +8,11 @@ fold with and without masks) all but the shortest without a loop.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from pallas_kernels.inspection.llo_bundles import Bundle, Schedule, Span
-from pallas_kernels.inspection.scoreboard import CoreTiming, cycles
+from pallas_kernels.inspection.scoreboard import CoreTiming, cycles, matmul_unit_and_cycles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,34 @@ class Roofline:
     def ratio(self, blocks_per_item: float = float("inf")) -> float:
         """Core cycles over copy cycles: below 1, the kernel is bound by memory."""
         return (self.cycles + self.item_cycles / blocks_per_item) / self.dma_cycles
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Of a stretch of code that multiplies, run once: its cycles with stalls, and those that the busiest matrix unit multiplies in."""
+
+    cycles: int
+    matmul_cycles: int
+
+    @property
+    def share(self) -> float:
+        """1 where the matrix units never wait. Not of their peak: operands may be smaller than a unit is deep or wide."""
+        return self.matmul_cycles / self.cycles
+
+
+def products(schedule: Schedule, timing: CoreTiming) -> list[Products]:
+    """The loops and the conditional regions that hold matmuls, but no other such loop or region; in order of the code."""
+    holders = [span for span in {*schedule.loops, *schedule.regions} if _matmuls(schedule, span)]
+    innermost = [one for one in holders if not any(one.contains(other) for other in holders)]
+    found = []
+    for span in sorted(innermost, key=lambda span: span.start):
+        busy: dict[str, int] = collections.Counter()
+        for operation in schedule.operations(span):
+            if operation.name.startswith("vmatmul"):
+                unit, taken = matmul_unit_and_cycles(operation.name, timing)
+                busy[unit] += taken
+        found.append(Products(cycles(schedule.bundles[span.start : span.stop], timing), max(busy.values())))
+    return found
 
 
 def _matmuls(schedule: Schedule, span: Span) -> int:

@@ -66,6 +66,16 @@ def _unit(name: str) -> str:
     return match.group(0) if match else ""
 
 
+def matmul_unit_and_cycles(name: str, timing: CoreTiming) -> tuple[str, int]:
+    """The unit that a `vmatmul` goes to, and how long it occupies it."""
+    return _unit(name), _rows_of_8(name) * timing.matmul_cycles
+
+
+def _rows_of_8(name: str) -> int:
+    """Of a matmul's operand: packed ones have 16 rows in a register."""
+    return 1 if ".f32" in name or ".s32" in name else 2
+
+
 def cycles(bundles: tuple[Bundle, ...] | list[Bundle], timing: CoreTiming) -> int:
     """Cycles to issue `bundles` once, in order, starting from idle units."""
     now = 0
@@ -94,9 +104,8 @@ def cycles(bundles: tuple[Bundle, ...] | list[Bundle], timing: CoreTiming) -> in
             if name.startswith("vmatpush"):
                 free[f"{unit}.push"] = start + timing.push_cycles
             elif name.startswith("vmatmul"):
-                packed = 1 if ".f32" in name or ".s32" in name else 2
-                free[f"{unit}.matmul"] = start + packed * timing.matmul_cycles
-                results[unit].extend([start + timing.matmul_latency] * (packed * timing.results_per_matmul))
+                free[f"{unit}.matmul"] = start + matmul_unit_and_cycles(name, timing)[1]
+                results[unit].extend([start + timing.matmul_latency] * (_rows_of_8(name) * timing.results_per_matmul))
             elif unit.startswith("xlu") and not name.startswith("vpop"):
                 busy = timing.transpose_cycles if "xpose" in name else timing.cross_lane_cycles
                 free[unit] = start + busy

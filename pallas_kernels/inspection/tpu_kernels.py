@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pallas_kernels.inspection.llo_bundles import Schedule, find_schedule, parse_schedule
-from pallas_kernels.inspection.roofline import Roofline, roofline
+from pallas_kernels.inspection.roofline import Products, Roofline, products, roofline
 from pallas_kernels.inspection.scoreboard import TIMINGS, cycles
 
 
@@ -15,7 +15,7 @@ from pallas_kernels.inspection.scoreboard import TIMINGS, cycles
 class TPUKernel:
     """spills: vector registers to VMEM, in the whole kernel. compiler_cycles: of every bundle once, by the compiler's count; cycles:
     by the scoreboard's, None where the chip's timings are not known. steady: None there too, and where the kernel has no
-    loop that copies and multiplies."""
+    loop that copies and multiplies. products: of each stretch of code that multiplies, empty where timings are not known."""
 
     name: str
     vmem_bytes: int
@@ -24,6 +24,7 @@ class TPUKernel:
     compiler_cycles: int
     cycles: int | None = None
     steady: Roofline | None = None
+    products: tuple[Products, ...] = ()
 
 
 def tpu_kernels(dump: Path, chip: str) -> list[TPUKernel]:
@@ -55,6 +56,7 @@ def _kernel(dump: Path, chip: str, name: str, section: str) -> TPUKernel | None:
         compiler_cycles=counts["SCALAR_ALU"][1] // 2,  # two scalar slots per cycle
         cycles=None if timing is None else cycles(schedule.bundles, timing),
         steady=_steady(schedule, chip),
+        products=() if timing is None else tuple(products(schedule, timing)),
     )
 
 

@@ -20,7 +20,7 @@ from pallas_kernels.ragged_paged_attention import mosaic_tpu_decode as decode_ke
 from pallas_kernels.ragged_paged_attention import mosaic_tpu_prefill as prefill_kernel
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import (
     LOG2E,
-    MASKED,
+    NOTHING,
     HeadConstants,
     Numbers,
     numbers_of,
@@ -108,9 +108,9 @@ def _head_constants(
         key_scale, value_scale = static[0], static[1]
     unit = LOG2E if soft_cap is None else 1.0 / soft_cap
     if sinks is None:
-        top, total = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+        top, total = jnp.full(shape, NOTHING, jnp.float32), jnp.zeros(shape, jnp.float32)
     else:
-        top = sinks.astype(jnp.float32).reshape(shape) * LOG2E
+        top = jnp.maximum(sinks.astype(jnp.float32).reshape(shape) * LOG2E, NOTHING)
         total = jnp.full(shape, 2.0**numbers.gain, jnp.float32)
     return HeadConstants(
         key_factor=key_scale * (scale * numbers.restore * unit),

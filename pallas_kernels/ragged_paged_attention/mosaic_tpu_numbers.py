@@ -18,7 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 LOG2E = 1.4426950408889634
 MASKED = -1e30
-"""Finite, so that a row without any key stays free of NaN."""
+"""The score of a key that is not seen."""
+NOTHING = MASKED / 2
+"""The running maximum before the first key: finite, so that a row without any stays free of NaN, and far above `MASKED`."""
 _GAIN = 100
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -13,6 +15,10 @@ from pallas_kernels.ragged_paged_attention.tuning import tpu_numbers
 
 LANES = 128
 SUBLANES = 8
+NARROW = 2 * LANES
+"""Tokens, at least, that scores are taken of at once: FP8 splits them into registers of even and of odd ones."""
+WIDE = 2 * NARROW
+"""Where no mask cuts them, as many cost less for each than fewer of more heads."""
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float32", "bfloat16", "int8", *FLOAT8)
 
@@ -34,6 +40,13 @@ def this_chip() -> Chip:
     return Chip(matrix_side=info.mxu_column_size, vmem_bytes=info.vmem_capacity_bytes)
 
 
+class Fold(NamedTuple):
+    """What a prefill takes at once: so many KV heads, and tokens of a block."""
+
+    heads: int
+    tokens: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
     """Static choices of one call.
@@ -42,7 +55,7 @@ class Plan:
     heads_per_group: KV heads whose queries are stacked into one matmul of a decode; `rows` are their query heads, padded to
       whole registers.
     block_pages: pages of a KV block. slots: KV blocks in memory, one in use and the others in flight.
-    query_tile: queries of a prefill tile.
+    query_tile: queries of a prefill tile. whole_fold, masked_fold: of tokens that all of these queries see, and of others.
     """
 
     num_kv_heads: int
@@ -52,6 +65,8 @@ class Plan:
     heads_per_group: int
     block_pages: int
     query_tile: int
+    whole_fold: Fold
+    masked_fold: Fold
     slots: int
     vmem_limit: int
 
@@ -103,7 +118,7 @@ def _blocks(layout: KVLayout, chip: Chip, longest: int, block_tokens: int | None
         # what is left of a context is taken in shorter stretches anyway.
         budget = min(numbers.block_bytes, chip.vmem_bytes // 16)
         block_tokens = min(max(budget // bytes_per_token, 128), numbers.block_tokens)
-    granule = math.lcm(layout.page_size, 2 * LANES)  # FP8 splits a block into its even and its odd tokens
+    granule = math.lcm(layout.page_size, NARROW)
     block_tokens = max(block_tokens // granule, 1) * granule
     block_tokens = min(block_tokens, -(-longest // granule) * granule)
     block_bytes = block_tokens * bytes_per_token
@@ -115,6 +130,18 @@ def _blocks(layout: KVLayout, chip: Chip, longest: int, block_tokens: int | None
             "more devices"
         )
     return block_tokens, slots
+
+
+def _fold(num_kv_heads: int, rows: int, block_tokens: int, tokens: int) -> Fold:
+    """As many scores at once as hide the latencies of a fold (tuning/tpu.json): of `tokens`, if a block has them, then of more heads,
+    then of more tokens."""
+    columns = max(tpu_numbers().fold_scores // rows, NARROW)
+    if tokens > columns or block_tokens % tokens:
+        tokens = NARROW
+    heads = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n * tokens <= columns)
+    while block_tokens % (2 * tokens) == 0 and heads * 2 * tokens <= columns:
+        tokens *= 2
+    return Fold(heads, tokens)
 
 
 def make_plan(
@@ -140,6 +167,7 @@ def make_plan(
         most = min(512 // queries_per_kv, num_tokens, 128, chip.vmem_bytes // 4 // state_bytes)
         while query_tile * 2 <= most:
             query_tile *= 2
+    fold = functools.partial(_fold, layout.num_kv_heads, queries_per_kv * query_tile, block_tokens)
     return Plan(
         num_kv_heads=layout.num_kv_heads,
         queries_per_kv=queries_per_kv,
@@ -148,6 +176,8 @@ def make_plan(
         heads_per_group=_heads_per_group(layout.num_kv_heads, queries_per_kv, head_lanes, chip.matrix_side),
         block_pages=block_tokens // layout.page_size,
         query_tile=query_tile,
+        whole_fold=fold(tokens=WIDE),
+        masked_fold=fold(tokens=NARROW),
         slots=slots,
         vmem_limit=chip.vmem_bytes * 7 // 8 if chip.vmem_bytes <= 2**24 else chip.vmem_bytes * 3 // 4,
     )

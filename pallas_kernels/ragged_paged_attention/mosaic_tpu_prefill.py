@@ -1,8 +1,9 @@
 """Ragged paged attention on TPU, sequences with several queries (prefill chunks, verification of drafts).
 
 XLA brings the queries of each such sequence to rows that start at a multiple of `ALIGNMENT`, so that a tile of queries is an
-aligned slice. An item is a tile of one sequence; it visits the pages up to its last query (causal), head by head, with the
-online softmax in float32. Blocks that every query of the tile sees in full take a path without masks.
+aligned slice. An item is a tile of one sequence; it visits the pages up to its last query (causal), a stretch of tokens and a few
+heads at a time, with the online softmax in float32: while one head waits for its matmul, the core works on the scores of another.
+Stretches that every query of the tile sees in full take a path without masks.
 
 Tiles of one sequence overrun into the rows of the next one; those rows are written again by their own tile, later.
 """
@@ -22,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ragged_paged_attention import mosaic_tpu_softmax as softmax
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import HeadConstants, Numbers, dot
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, NARROW, Fold, Plan
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import (
     Buffers,
     KVStream,
@@ -237,43 +238,68 @@ class _Item:
 
     def _block(self, slot: Any, start: Any, valid: Any, first_query: Any) -> None:
         """Folds the block whose first token is at position `start`, `valid` of whose tokens exist, into all heads."""
-        plan, window, scales = self.plan, self.sliding_window, self.stream.scales
-        whole = start + plan.block_tokens <= first_query + 1
+        plan, window = self.plan, self.sliding_window
+        first, whole_from = jnp.int32(0), jnp.int32(0)
         if window is not None:
-            whole = whole & (start > first_query + plan.query_tile - 1 - window)
+            first = jnp.maximum(first_query + 1 - window - start, 0) // NARROW * NARROW
+            whole_from = first_query + plan.query_tile - window - start
+        whole_until = jnp.minimum(first_query + 1 - start, plan.block_tokens)
 
-        def fold(masked: bool) -> None:
+        def visit(at: Any) -> Any:
+            at = pl.multiple_of(at, NARROW)
+            whole = (at >= whole_from) & (at + plan.whole_fold.tokens <= whole_until)
+            pl.when(whole)(lambda: self._stretch(slot, start, at, plan.whole_fold, masked=False))
+
+            @pl.when(jnp.logical_not(whole))
+            def _() -> None:
+                self.stream.clean_tail(slot, valid, at + plan.masked_fold.tokens)
+                self._stretch(slot, start, at, plan.masked_fold, masked=True)
+
+            return at + jnp.where(whole, plan.whole_fold.tokens, plan.masked_fold.tokens)
+
+        lax.while_loop(lambda at: at < jnp.minimum(valid, plan.block_tokens), visit, first)
+
+    def _stretch(self, slot: Any, start: Any, at: Any, fold: Fold, *, masked: bool) -> None:
+        """Folds tokens from `at` of the block at position `start` into all heads."""
+        if self.stream.scales is not None:
+            self.stream.scales.order(slot, at, fold.tokens)
+        tokens = pl.ds(at, fold.tokens)
+
+        def some(i: Any, carry: None) -> None:  # noqa: ARG001
+            self._fold([i * fold.heads + j for j in range(fold.heads)], slot, tokens, start if masked else None)
+
+        lax.fori_loop(0, self.plan.num_kv_heads // fold.heads, some, None)
+
+    def _fold(self, heads: list[Any], slot: Any, tokens: Any, masked_from: Any) -> None:
+        """Some tokens of a block, in stages that each do all of the heads: nothing orders them but what they compute.
+
+        masked_from: the position of the block, None where all queries see all of the tokens.
+        """
+        numbers, scales = self.numbers, self.stream.scales
+        scores = [self._scores(head, slot, tokens) for head in heads]
+        seen = None if masked_from is None else self._seen(masked_from + tokens.start, tokens.size)
+        weighed = []
+        for head, score in zip(heads, scores, strict=True):
+            own = None
             if scales is not None:
-                scales.order(slot, 0, plan.block_tokens)
-            self._for_heads(lambda head: self._fold(head, slot, start, masked))
+                own = functools.partial(scales.row, slot, head, tokens.start, tokens.size, values=True)
+            weighed.append(self.state.weigh(head, score, seen, own, numbers))
+        for head, (weights, shrink) in zip(heads, weighed, strict=True):
+            values = _operand(self.stream.kv_buf, slot, tokens, self.plan, head, values=True)
+            self.state.add(head, weights, shrink, numbers.widen(values), numbers)
 
-        @pl.when(whole)
-        def _() -> None:
-            fold(masked=False)
-
-        @pl.when(jnp.logical_not(whole))
-        def _() -> None:
-            self.stream.clean_tail(slot, valid, plan.block_tokens)
-            fold(masked=True)
-
-    def _fold(self, head: Any, slot: Any, start: Any, masked: bool) -> None:
-        plan, numbers, scales, width = self.plan, self.numbers, self.stream.scales, self.plan.block_tokens
-        keys = numbers.widen(_operand(self.stream.kv_buf, slot, plan, head, values=False))
+    def _scores(self, head: Any, slot: Any, tokens: Any) -> jax.Array:
+        plan, scales = self.plan, self.stream.scales
+        keys = self.numbers.widen(_operand(self.stream.kv_buf, slot, tokens, plan, head, values=False))
         queries = self.q_buf[head].reshape(self.rows, plan.head_lanes)
-        score = dot(queries, keys, 1, numbers.precision) * self.factors[head]
+        scores = dot(queries, keys, 1, self.numbers.precision) * self.factors[head]
         if scales is not None:
-            score = score * scales.row(slot, head, 0, width, values=False)
-        if self.soft_cap is not None:
-            score = jnp.tanh(score) * self.soft_cap
-        seen = self._seen(start) if masked else None
-        own = None if scales is None else functools.partial(scales.row, slot, head, 0, width, values=True)
-        weights, shrink = self.state.weigh(head, score, seen, own, numbers)
-        values = numbers.widen(_operand(self.stream.kv_buf, slot, plan, head, values=True))
-        self.state.add(head, weights, shrink, values, numbers)
+            scores = scores * scales.row(slot, head, tokens.start, tokens.size, values=False)
+        return scores if self.soft_cap is None else jnp.tanh(scores) * self.soft_cap
 
-    def _seen(self, start: Any) -> jax.Array:
-        """Which keys of the block at `start` each row of queries sees."""
-        shape = (self.rows, self.plan.block_tokens)
+    def _seen(self, start: Any, width: int) -> jax.Array:
+        """Which keys, from position `start` on, each row of queries sees."""
+        shape = (self.rows, width)
         key_at = start + self.numbers.token_of_column(shape, 1)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         at = self.tiles.query_at[self.item] + (row & (self.plan.query_tile - 1))
@@ -288,9 +314,9 @@ class _Item:
         self.q_buf[head] = result.astype(self.q_buf.dtype).reshape(self.q_buf.shape[1:])
 
 
-def _operand(kv_buf: Any, slot: Any, plan: Plan, head: Any, *, values: bool) -> jax.Array:
-    """Keys or values [block, head lanes] of one head, as stored. For D = 64 both are the shared register."""
+def _operand(kv_buf: Any, slot: Any, tokens: Any, plan: Plan, head: Any, *, values: bool) -> jax.Array:
+    """Keys or values [tokens, head lanes] of one head, as stored. For D = 64 both are the shared register."""
     D = plan.head_dim
     start = head * LANES if D < LANES else head * 2 * D + (D if values else 0)
-    result: jax.Array = kv_buf[slot, :, pl.ds(pl.multiple_of(start, LANES), plan.head_lanes)]
+    result: jax.Array = kv_buf[slot, tokens, pl.ds(pl.multiple_of(start, LANES), plan.head_lanes)]
     return result

@@ -35,9 +35,7 @@ class Softmax(NamedTuple):
         score = score if seen is None else jnp.where(seen, score, MASKED)
         top = self.top[i]
         new_top = jnp.maximum(top, jnp.max(score, axis=1, keepdims=True))
-        weights = jnp.exp2(score - across(new_top - float(numbers.gain), width))
-        if seen is not None:
-            weights = jnp.where(seen, weights, 0.0)
+        weights = jnp.exp2(score - across(new_top - float(numbers.gain), width))  # 0 where not seen: no top is that low
         shrink = jnp.exp2(top - new_top)
         chunks = [weights[:, at : at + LANES] for at in range(0, width, LANES)]
         self.top[i] = new_top

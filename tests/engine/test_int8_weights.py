@@ -26,6 +26,7 @@ def int8_engine(**settings: object) -> Engine:
     return tiny_engine(quantization="int8", **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.needs("float32 pages")  # for equal logprobs
 def test_alone_and_in_any_company() -> None:
     """Cold, batched, with the prefix cached, in chunks, after preemption."""
     engine = int8_engine(num_blocks=128)
@@ -38,6 +39,7 @@ def test_alone_and_in_any_company() -> None:
     assert preempted.stats().num_preemptions > 0
 
 
+@pytest.mark.needs("float32 pages")  # rounded ones round differently where sums of attention do
 @pytest.mark.parametrize("shards", [2, 4])
 def test_on_several_devices(shards: int) -> None:
     """To the same numbers, as sums of integers are exact, where each device holds whole blocks of rotated inputs."""
@@ -54,7 +56,7 @@ def test_an_element_is_a_byte() -> None:
     for name in ("qkv", "o", "gate_up", "down"):
         values, scales = jax.tree.leaves(weights["layers"][name])
         assert (values.dtype, scales.dtype) == (np.int8, np.float32)
-    elements = sum(leaf.size for leaf in jax.tree.leaves(random_params(TINY)))
+    elements = sum(leaf.size for leaf in jax.tree.leaves(random_params(engine.model_config)))
     scales = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.dtype == np.float32)
     assert engine.memory_report().weight_bytes < elements + 4 * scales + 1
 

@@ -59,7 +59,7 @@ def test_the_floor_is_the_larger_of_bytes_and_flops() -> None:
 def test_a_row_for_each_kernel_and_dashes_for_the_unknown() -> None:
     kernel = TPUKernel("copy", vmem_bytes=2**20, spills=0, bundles=7, compiler_cycles=9)
     text = inspect.describe(Inspection("v4", "page_copy", Shape(), bytes=100.0, kernels=(kernel,)))
-    assert text.splitlines()[-1].split() == ["copy", "1.0", "0", "7", "-", "-", "-", "-"]
+    assert text.splitlines()[-1].split() == ["copy", "1.0", "0", "7", *"------"]
     failed = inspect.describe(Inspection("v4", "page_copy", Shape(page=4), problem="no"))
     assert failed == "v4 page_copy dtype=bfloat16 page=4\n  does not compile: no"
 

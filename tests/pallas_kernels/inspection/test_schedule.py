@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.inspection.llo_bundles import Span, parse_schedule
-from pallas_kernels.inspection.roofline import roofline
+from pallas_kernels.inspection.roofline import products, roofline
 from pallas_kernels.inspection.scoreboard import TIMINGS, cycles
 
 DUMP = """= control target key start
@@ -59,6 +59,12 @@ def test_roofline_of_the_loop(dump: Path) -> None:
     assert found.dma_bytes == 64 * 32
     assert found.bundles == 14
     assert found.ratio() == pytest.approx(found.cycles / (2048 / (819e9 / 1.5e9)))
+
+
+def test_products_of_the_loop(dump: Path) -> None:
+    [found] = products(parse_schedule(dump), TIMINGS["v5e"])
+    # One product of 8 rows, a loop of 14 bundles from 0x1 on: it issues in cycle 2, and six bundles follow its result's.
+    assert (found.matmul_cycles, found.cycles) == (8, 2 + TIMINGS["v5e"].matmul_latency + 6)
 
 
 def test_a_gap_in_the_addresses_is_refused(dump: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decode kernel stays under its own copies: static rooflines of the Llama-3-8B shape, against fixed bounds."""
+"""Static rooflines of the Llama-3-8B shape, against fixed bounds: decodes stay under their own copies, prefills multiply."""
 
 import json
 from typing import Any
@@ -7,7 +7,9 @@ import pytest
 from fixtures.tpu_ahead_of_time import needs_libtpu
 
 from pallas_kernels.inspection.calls import Shape
+from pallas_kernels.inspection.compile_call import inspect_call
 from pallas_kernels.inspection.decode_table import CHIPS, SHAPES, TABLE, decode_kernel, row_of
+from pallas_kernels.inspection.tpu_kernels import TPUKernel
 
 ROWS: list[dict[str, Any]] = json.loads(TABLE.read_text())["rows"]
 BOUNDS = {
@@ -73,3 +75,17 @@ def test_the_table_is_of_this_kernel(chip: str, dtype: str, page: int) -> None:
 def test_head_dim_64_moves_no_padding(dtype: str, bound: float) -> None:
     """The ratio of int8 there is 1.06: that of head_dim 128 is .5."""
     assert _row("v5e", Shape(dtype=dtype, page=64, head_dim=64))["ratio"] < bound
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(("chip", "whole", "masked"), [("v5e", 0.77, 0.7), ("v6e", 0.6, 0.51)])
+def test_prefills_keep_the_matrix_units_busy(chip: str, whole: float, masked: float) -> None:
+    """In the loops over heads: where all queries see all tokens, and at the edges."""
+    call = inspect_call(chip, "ragged_paged_attention", Shape(queries=512, seqs=4))
+    [kernel] = [k for k in call.kernels if isinstance(k, TPUKernel) and k.name == "ragged_paged_attention_prefill"]
+    shares = [each.share for each in kernel.products]
+    assert len(shares) == 2
+    assert shares[0] > whole
+    assert shares[1] > masked

@@ -14,6 +14,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import make_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(300)]
 
+STRETCHES = ((64, 700), (130, 1100), (1, 600), (5, 256), (3, 257))
 PLAIN = Case("plain", ((1, 40), (5, 40)), 2, 4, 128, dtype="bfloat16")
 
 
@@ -26,6 +27,45 @@ def test_two_blocks_where_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> No
         make_plan(
             dataclasses.replace(layout, page_size=512), num_heads=8, num_tokens=8, pages_per_seq=4, block_tokens=512
         )
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("plain", STRETCHES, 2, 3),
+        Case("window", STRETCHES, 2, 3, window=300, dtype="int8"),
+        Case("short-window", STRETCHES, 2, 3, 128, page=64, window=7, dtype="float8_e4m3fn", frees=True),
+        Case("all-options", STRETCHES, 2, 1, 128, 128, "int8", window=600, soft_cap=20.0, sinks=True),
+        Case("static", STRETCHES, 4, 2, 128, 32, "float8_e5m2", "static"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_prefills_in_several_stretches_of_a_block(case: Case, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As wide calls have them: few heads and tokens at once."""
+    monkeypatch.setattr(mosaic_tpu_plan, "_fold", lambda *_, tokens: mosaic_tpu_plan.Fold(heads, tokens))
+    check("mosaic_tpu", case)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "rows", "block_tokens", "whole", "masked"),
+    [
+        (8, 512, 1024, (2, 512), (4, 256)),
+        (32, 128, 256, (16, 256), (16, 256)),
+        (2, 512, 1024, (2, 512), (2, 512)),
+        (1, 512, 1024, (1, 1024), (1, 1024)),
+        (3, 512, 1024, (1, 1024), (3, 256)),
+        (8, 16, 1024, (8, 1024), (8, 1024)),
+        (1, 128, 768, (1, 256), (1, 256)),
+        (4, 4096, 1024, (1, 256), (1, 256)),
+    ],
+)
+def test_how_many_heads_and_tokens_are_folded_at_once(
+    kv_heads: int, rows: int, block_tokens: int, whole: tuple[int, int], masked: tuple[int, int]
+) -> None:
+    """Whose numbers divide the KV heads', and the block's tokens."""
+    for tokens, expected in ((mosaic_tpu_plan.WIDE, whole), (mosaic_tpu_plan.NARROW, masked)):
+        assert mosaic_tpu_plan._fold(kv_heads, rows, block_tokens, tokens) == expected
 
 
 def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
