@@ -62,7 +62,8 @@ def layout_for(
     scales: KVScales = "none"
     if dtype in QUANTIZED_DTYPES:
         scales = "static" if static_scales else "token"
-    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, TRAITS[backend].order, scales, shards)
+    order, by_xla = TRAITS[backend].order, backend == "reference"
+    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, order, scales, shards, float8_as_bytes=by_xla)
 
 
 def is_hopper(device_kind: str) -> bool:

@@ -44,6 +44,8 @@ class KVLayout:
       token_major = pages of [page, K * 2 * D], see `kv_orders_tpu`.
     scales: of a quantized pool; token = one per token and head, made as keys and values are written; static = one per layer and
       head, given when the pool is made, so that another scale is other data and never another program.
+    float8_as_bytes: FP8 numbers are held as uint8. XLA moves any bytes in place, but FP8 on a device that has none as float16, for which
+      it converts the whole pool and back.
     shards: devices that the KV heads are split over. Kernels get the layout of one device: its part of the heads, 1 shard.
     """
 
@@ -55,12 +57,19 @@ class KVLayout:
     order: KVOrder = "head_major"
     scales: KVScales = "none"
     shards: int = 1
+    float8_as_bytes: bool = False
 
     def __post_init__(self) -> None:
         quantized = self.dtype in QUANTIZED_DTYPES
         if quantized != (self.scales != "none"):
             needed = "needs scales ('token' or 'static')" if quantized else "takes no scales"
             raise ValueError(f"a {self.dtype} KV pool {needed}, not {self.scales!r}")
+
+    @property
+    def pages_dtype(self) -> jnp.dtype:
+        """Of `KVPages.pages`."""
+        as_bytes = self.float8_as_bytes and self.dtype.startswith("float8")
+        return jnp.dtype("uint8" if as_bytes else self.dtype)
 
     def pages_shape(self, num_pages: int) -> tuple[int, ...]:
         """Shape of `KVPages.pages` for a pool of `num_pages` pages."""
@@ -112,6 +121,7 @@ def read_pages(
 ) -> tuple[Float[Array, "*N K page D"], Float[Array, "*N K page D"]]:
     """Keys and values of some pages (ids within the pool) of one layer: as stored, or in `dtype` where scales apply."""
     stored = kv.pages.at[layer, page_ids].get(mode="promise_in_bounds")
+    stored = jax.lax.bitcast_convert_type(stored, jnp.dtype(layout.dtype))
     if layout.order == "token_major":
         by_token = kv_orders_tpu.split(stored, layout.num_kv_heads, layout.head_dim)
         keys, values = (jnp.moveaxis(part, -2, -3) for part in by_token)

@@ -41,7 +41,8 @@ def create_pool(
         raise ValueError(f"a pool with scales {layout.scales!r} was given static scales {static_scales is not None}")
 
     def empty() -> KVPool:
-        return (KVPages(jnp.zeros(pages, layout.dtype), None if scales is None else jnp.ones(scales, jnp.float32)),)
+        ones = None if scales is None else jnp.ones(scales, jnp.float32)
+        return (KVPages(jnp.zeros(pages, layout.pages_dtype), ones),)
 
     shardings = pool_shardings(mesh, layout)
     pool: KVPool = jax.jit(empty, out_shardings=shardings)()

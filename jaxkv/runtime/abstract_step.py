@@ -27,7 +27,7 @@ def compile_step(spec: StepSpec, buckets: Buckets, *, tokens: int, pages: int, n
     layout = spec.layout
     scales = layout.scales_shape(num_blocks + 1)
     pool = KVPages(
-        jax.ShapeDtypeStruct(layout.pages_shape(num_blocks + 1), jnp.dtype(layout.dtype)),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct(layout.pages_shape(num_blocks + 1), layout.pages_dtype),  # type: ignore[arg-type]
         None if scales is None else jax.ShapeDtypeStruct(scales, jnp.float32),  # type: ignore[arg-type]
     )
     with jax.set_mesh(spec.mesh):

@@ -136,12 +136,13 @@ class Runner:
 
     def poison(self, blocks: Seq[int]) -> None:
         """Fills pages with NaN, or their scales where integers are stored: for tests, which so prove that nobody reads a free page."""
-        (group,) = self.pool
-        name = "pages" if jnp.issubdtype(group.pages.dtype, jnp.floating) else "scales"
+        (group,), dtype = self.pool, jnp.dtype(self.spec.layout.dtype)
+        name = "pages" if jnp.issubdtype(dtype, jnp.floating) else "scales"
         if name == "scales" and self.spec.layout.scales == "static":
             raise ValueError("a pool of integers with static scales has no place for NaN")
         array = getattr(group, name)
-        poisoned = array.at[:, jnp.asarray(blocks, jnp.int32)].set(jnp.nan)
+        nan = np.array(np.nan, dtype if name == "pages" else array.dtype).view(array.dtype)
+        poisoned = array.at[:, jnp.asarray(blocks, jnp.int32)].set(nan)
         self.pool = (dataclasses.replace(group, **{name: jax.device_put(poisoned, array.sharding)}),)
 
     def _intact(self) -> bool:

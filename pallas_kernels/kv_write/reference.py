@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -50,7 +51,7 @@ def _scatter(
 ) -> Array:
     if layout.order == "token_major":
         return kv_orders_tpu.write_rows(pool, layer, keys, values, pages, offsets)
-    rows = jnp.stack([keys, values], axis=1).astype(pool.dtype)
+    rows = jax.lax.bitcast_convert_type(jnp.stack([keys, values], axis=1).astype(layout.dtype), pool.dtype)
     return pool.at[layer, pages, :, :, offsets].set(rows)
 
 
