@@ -62,8 +62,8 @@ def layout_for(
     scales: KVScales = "none"
     if dtype in QUANTIZED_DTYPES:
         scales = "static" if static_scales else "token"
-    order, by_xla = TRAITS[backend].order, backend == "reference"
-    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, order, scales, shards, float8_as_bytes=by_xla)
+    order, as_bytes = TRAITS[backend].order, backend == "reference" and dtype.startswith("float8")
+    return KVLayout(num_layers, num_kv_heads, head_dim, page_size, dtype, order, scales, shards, as_bytes)
 
 
 def is_hopper(device_kind: str) -> bool:

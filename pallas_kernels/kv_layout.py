@@ -61,6 +61,8 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         quantized = self.dtype in QUANTIZED_DTYPES
+        if self.float8_as_bytes and not self.dtype.startswith("float8"):
+            raise ValueError(f"a {self.dtype} KV pool holds no FP8 that could lie there as bytes")
         if quantized != (self.scales != "none"):
             needed = "needs scales ('token' or 'static')" if quantized else "takes no scales"
             raise ValueError(f"a {self.dtype} KV pool {needed}, not {self.scales!r}")
@@ -68,8 +70,7 @@ class KVLayout:
     @property
     def pages_dtype(self) -> jnp.dtype:
         """Of `KVPages.pages`."""
-        as_bytes = self.float8_as_bytes and self.dtype.startswith("float8")
-        return jnp.dtype("uint8" if as_bytes else self.dtype)
+        return jnp.dtype("uint8" if self.float8_as_bytes else self.dtype)
 
     def pages_shape(self, num_pages: int) -> tuple[int, ...]:
         """Shape of `KVPages.pages` for a pool of `num_pages` pages."""

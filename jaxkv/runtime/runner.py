@@ -136,12 +136,13 @@ class Runner:
 
     def poison(self, blocks: Seq[int]) -> None:
         """Fills pages with NaN, or their scales where integers are stored: for tests, which so prove that nobody reads a free page."""
-        (group,), dtype = self.pool, jnp.dtype(self.spec.layout.dtype)
-        name = "pages" if jnp.issubdtype(dtype, jnp.floating) else "scales"
-        if name == "scales" and self.spec.layout.scales == "static":
+        (group,), layout = self.pool, self.spec.layout
+        floating = jnp.issubdtype(jnp.dtype(layout.dtype), jnp.floating)
+        name, dtype = ("pages", layout.dtype) if floating else ("scales", "float32")
+        if name == "scales" and layout.scales == "static":
             raise ValueError("a pool of integers with static scales has no place for NaN")
         array = getattr(group, name)
-        nan = np.array(np.nan, dtype if name == "pages" else array.dtype).view(array.dtype)
+        nan = np.array(np.nan, jnp.dtype(dtype)).view(array.dtype)
         poisoned = array.at[:, jnp.asarray(blocks, jnp.int32)].set(nan)
         self.pool = (dataclasses.replace(group, **{name: jax.device_put(poisoned, array.sharding)}),)
 

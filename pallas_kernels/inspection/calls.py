@@ -83,7 +83,7 @@ def layout_of(shape: Shape, backend: Backend) -> KVLayout:
 def _pool(layout: KVLayout, num_pages: int) -> KVPages:
     scales = layout.scales_shape(num_pages)
     return KVPages(
-        _array(*layout.pages_shape(num_pages), dtype=layout.dtype),
+        _array(*layout.pages_shape(num_pages), dtype=layout.pages_dtype),
         None if scales is None else _array(*scales, dtype=jnp.float32),
     )
 

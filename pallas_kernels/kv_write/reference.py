@@ -49,10 +49,10 @@ def stored(
 def _scatter(
     pool: Array, layer: Array, keys: Array, values: Array, pages: Array, offsets: Array, layout: KVLayout
 ) -> Array:
+    keys, values = (jax.lax.bitcast_convert_type(x.astype(layout.dtype), pool.dtype) for x in (keys, values))
     if layout.order == "token_major":
         return kv_orders_tpu.write_rows(pool, layer, keys, values, pages, offsets)
-    rows = jax.lax.bitcast_convert_type(jnp.stack([keys, values], axis=1).astype(layout.dtype), pool.dtype)
-    return pool.at[layer, pages, :, :, offsets].set(rows)
+    return pool.at[layer, pages, :, :, offsets].set(jnp.stack([keys, values], axis=1))
 
 
 def _scatter_scales(

@@ -16,9 +16,10 @@ from pallas_kernels.ragged_paged_attention.tuning import tpu_numbers
 LANES = 128
 SUBLANES = 8
 NARROW = 2 * LANES
-"""Tokens, at least, that scores are taken of at once: FP8 splits them into registers of even and of odd ones."""
+"""The fewest tokens that scores are taken of at once, of which a block holds whole multiples: FP8 splits them into a register of even
+and one of odd tokens."""
 WIDE = 2 * NARROW
-"""Where no mask cuts them, as many cost less for each than fewer of more heads."""
+"""Without a mask, so many tokens of one head cost less than half as many of two (tuning/tpu.json)."""
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 DTYPES = ("float32", "bfloat16", "int8", *FLOAT8)
 
@@ -40,8 +41,8 @@ def this_chip() -> Chip:
     return Chip(matrix_side=info.mxu_column_size, vmem_bytes=info.vmem_capacity_bytes)
 
 
-class Fold(NamedTuple):
-    """What a prefill takes at once: so many KV heads, and tokens of a block."""
+class AtOnce(NamedTuple):
+    """So many KV heads, and tokens of a block, a prefill folds into its softmax at once."""
 
     heads: int
     tokens: int
@@ -55,7 +56,7 @@ class Plan:
     heads_per_group: KV heads whose queries are stacked into one matmul of a decode; `rows` are their query heads, padded to
       whole registers.
     block_pages: pages of a KV block. slots: KV blocks in memory, one in use and the others in flight.
-    query_tile: queries of a prefill tile. whole_fold, masked_fold: of tokens that all of these queries see, and of others.
+    query_tile: queries of a prefill tile. unmasked, masked: its `AtOnce`, of tokens that all of its queries see and of others.
     """
 
     num_kv_heads: int
@@ -65,8 +66,8 @@ class Plan:
     heads_per_group: int
     block_pages: int
     query_tile: int
-    whole_fold: Fold
-    masked_fold: Fold
+    unmasked: AtOnce
+    masked: AtOnce
     slots: int
     vmem_limit: int
 
@@ -132,16 +133,13 @@ def _blocks(layout: KVLayout, chip: Chip, longest: int, block_tokens: int | None
     return block_tokens, slots
 
 
-def _fold(num_kv_heads: int, rows: int, block_tokens: int, tokens: int) -> Fold:
-    """As many scores at once as hide the latencies of a fold (tuning/tpu.json): of `tokens`, if a block has them, then of more heads,
-    then of more tokens."""
-    columns = max(tpu_numbers().fold_scores // rows, NARROW)
-    if tokens > columns or block_tokens % tokens:
+def _at_once(num_kv_heads: int, scores_per_query: int, block_tokens: int, tokens: int) -> AtOnce:
+    """`tokens`, if a block and the scores have room for them, of as many heads as there is room for: that many scores hide the latencies
+    of a fold."""
+    if tokens > scores_per_query or block_tokens % tokens:
         tokens = NARROW
-    heads = max(n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0 and n * tokens <= columns)
-    while block_tokens % (2 * tokens) == 0 and heads * 2 * tokens <= columns:
-        tokens *= 2
-    return Fold(heads, tokens)
+    fitting = (n for n in range(2, num_kv_heads + 1) if num_kv_heads % n == 0 and n * tokens <= scores_per_query)
+    return AtOnce(max(fitting, default=1), tokens)
 
 
 def make_plan(
@@ -167,7 +165,8 @@ def make_plan(
         most = min(512 // queries_per_kv, num_tokens, 128, chip.vmem_bytes // 4 // state_bytes)
         while query_tile * 2 <= most:
             query_tile *= 2
-    fold = functools.partial(_fold, layout.num_kv_heads, queries_per_kv * query_tile, block_tokens)
+    scores = min(tpu_numbers().scores_at_once, chip.vmem_bytes // 128)
+    at_once = functools.partial(_at_once, layout.num_kv_heads, scores // (queries_per_kv * query_tile), block_tokens)
     return Plan(
         num_kv_heads=layout.num_kv_heads,
         queries_per_kv=queries_per_kv,
@@ -176,8 +175,8 @@ def make_plan(
         heads_per_group=_heads_per_group(layout.num_kv_heads, queries_per_kv, head_lanes, chip.matrix_side),
         block_pages=block_tokens // layout.page_size,
         query_tile=query_tile,
-        whole_fold=fold(tokens=WIDE),
-        masked_fold=fold(tokens=NARROW),
+        unmasked=at_once(tokens=WIDE),
+        masked=at_once(tokens=NARROW),
         slots=slots,
         vmem_limit=chip.vmem_bytes * 7 // 8 if chip.vmem_bytes <= 2**24 else chip.vmem_bytes * 3 // 4,
     )

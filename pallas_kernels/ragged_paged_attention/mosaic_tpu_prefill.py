@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.ragged_paged_attention import mosaic_tpu_softmax as softmax
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import HeadConstants, Numbers, dot
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, NARROW, Fold, Plan
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, NARROW, AtOnce, Plan
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import (
     Buffers,
     KVStream,
@@ -239,45 +239,42 @@ class _Item:
     def _block(self, slot: Any, start: Any, valid: Any, first_query: Any) -> None:
         """Folds the block whose first token is at position `start`, `valid` of whose tokens exist, into all heads."""
         plan, window = self.plan, self.sliding_window
-        first, whole_from = jnp.int32(0), jnp.int32(0)
-        if window is not None:
-            first = jnp.maximum(first_query + 1 - window - start, 0) // NARROW * NARROW
-            whole_from = first_query + plan.query_tile - window - start
-        whole_until = jnp.minimum(first_query + 1 - start, plan.block_tokens)
+        seen_from = jnp.int32(0) if window is None else first_query + plan.query_tile - window - start
+        seen_until = jnp.minimum(first_query + 1 - start, plan.block_tokens)
 
         def visit(at: Any) -> Any:
             at = pl.multiple_of(at, NARROW)
-            whole = (at >= whole_from) & (at + plan.whole_fold.tokens <= whole_until)
-            pl.when(whole)(lambda: self._stretch(slot, start, at, plan.whole_fold, masked=False))
+            seen_by_all = (at >= seen_from) & (at + plan.unmasked.tokens <= seen_until)
 
-            @pl.when(jnp.logical_not(whole))
+            @pl.when(seen_by_all)
             def _() -> None:
-                self.stream.clean_tail(slot, valid, at + plan.masked_fold.tokens)
-                self._stretch(slot, start, at, plan.masked_fold, masked=True)
+                self._stretch(slot, at, plan.unmasked, None)
 
-            return at + jnp.where(whole, plan.whole_fold.tokens, plan.masked_fold.tokens)
+            @pl.when(jnp.logical_not(seen_by_all))
+            def _() -> None:
+                self.stream.clean_tail(slot, valid, at + plan.masked.tokens)
+                self._stretch(slot, at, plan.masked, start + at)
 
-        lax.while_loop(lambda at: at < jnp.minimum(valid, plan.block_tokens), visit, first)
+            return at + jnp.where(seen_by_all, plan.unmasked.tokens, plan.masked.tokens)
 
-    def _stretch(self, slot: Any, start: Any, at: Any, fold: Fold, *, masked: bool) -> None:
-        """Folds tokens from `at` of the block at position `start` into all heads."""
+        lax.while_loop(lambda at: at < jnp.minimum(valid, plan.block_tokens), visit, jnp.int32(0))
+
+    def _stretch(self, slot: Any, at: Any, at_once: AtOnce, masked_from: Any) -> None:
+        """Folds tokens of a block, from `at` on, into all heads. masked_from: the position of the first, None without a mask."""
         if self.stream.scales is not None:
-            self.stream.scales.order(slot, at, fold.tokens)
-        tokens = pl.ds(at, fold.tokens)
+            self.stream.scales.order(slot, at, at_once.tokens)
+        tokens = pl.ds(at, at_once.tokens)
 
         def some(i: Any, carry: None) -> None:  # noqa: ARG001
-            self._fold([i * fold.heads + j for j in range(fold.heads)], slot, tokens, start if masked else None)
+            self._fold([i * at_once.heads + j for j in range(at_once.heads)], slot, tokens, masked_from)
 
-        lax.fori_loop(0, self.plan.num_kv_heads // fold.heads, some, None)
+        lax.fori_loop(0, self.plan.num_kv_heads // at_once.heads, some, None)
 
     def _fold(self, heads: list[Any], slot: Any, tokens: Any, masked_from: Any) -> None:
-        """Some tokens of a block, in stages that each do all of the heads: nothing orders them but what they compute.
-
-        masked_from: the position of the block, None where all queries see all of the tokens.
-        """
+        """In stages that each do all of the heads: nothing orders them but what they compute."""
         numbers, scales = self.numbers, self.stream.scales
         scores = [self._scores(head, slot, tokens) for head in heads]
-        seen = None if masked_from is None else self._seen(masked_from + tokens.start, tokens.size)
+        seen = None if masked_from is None else self._seen(masked_from, tokens.size)
         weighed = []
         for head, score in zip(heads, scores, strict=True):
             own = None

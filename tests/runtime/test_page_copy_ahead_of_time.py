@@ -82,7 +82,7 @@ def _spec(chip: str, devices: int, dtype: str, static: bool) -> StepSpec:
 
 def _compile(spec: StepSpec, copy: Any) -> jax.stages.Compiled:
     layout, scales = spec.layout, spec.layout.scales_shape(NUM_BLOCKS + 1)
-    pages = jax.ShapeDtypeStruct(layout.pages_shape(NUM_BLOCKS + 1), jnp.dtype(layout.dtype))
+    pages = jax.ShapeDtypeStruct(layout.pages_shape(NUM_BLOCKS + 1), layout.pages_dtype)
     pool = (KVPages(pages, None if scales is None else jax.ShapeDtypeStruct(scales, jnp.float32)),)
     ids = jax.ShapeDtypeStruct((PAIRS,), jnp.int32)
     with without_compilation_cache(), jax.set_mesh(spec.mesh):

@@ -11,12 +11,12 @@ from pallas_kernels.device_tables import current_device_kind, table
 @dataclass(frozen=True, slots=True)
 class TPUNumbers:
     """block_tokens, block_bytes: limits of a KV block, whichever is reached first. slots: KV blocks in memory, one in use.
-    fold_scores: that a prefill takes at once."""
+    scores_at_once: of a prefill."""
 
     block_tokens: int
     block_bytes: int
     slots: int
-    fold_scores: int
+    scores_at_once: int
 
 
 @dataclass(frozen=True, slots=True)

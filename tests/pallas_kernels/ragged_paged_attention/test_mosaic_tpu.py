@@ -34,7 +34,8 @@ def test_two_blocks_where_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> No
     "case",
     [
         Case("plain", STRETCHES, 2, 3),
-        Case("window", STRETCHES, 2, 3, window=300, dtype="int8"),
+        Case("window", STRETCHES, 2, 3, window=603, dtype="int8"),  # a tile at 970 sees from the start of a page on
+        Case("large-page", ((16, 1020), (3, 600)), 1, 2, 128, 512, "bfloat16", window=300),
         Case("short-window", STRETCHES, 2, 3, 128, page=64, window=7, dtype="float8_e4m3fn", frees=True),
         Case("all-options", STRETCHES, 2, 1, 128, 128, "int8", window=600, soft_cap=20.0, sinks=True),
         Case("static", STRETCHES, 4, 2, 128, 32, "float8_e5m2", "static"),
@@ -43,29 +44,30 @@ def test_two_blocks_where_memory_is_small(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_prefills_in_several_stretches_of_a_block(case: Case, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As wide calls have them: few heads and tokens at once."""
-    monkeypatch.setattr(mosaic_tpu_plan, "_fold", lambda *_, tokens: mosaic_tpu_plan.Fold(heads, tokens))
+    most = min(heads, case.kv_heads)
+    monkeypatch.setattr(mosaic_tpu_plan, "_at_once", lambda *_, tokens: mosaic_tpu_plan.AtOnce(most, tokens))
     check("mosaic_tpu", case)
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "rows", "block_tokens", "whole", "masked"),
+    ("kv_heads", "rows", "block_tokens", "unmasked", "masked"),
     [
         (8, 512, 1024, (2, 512), (4, 256)),
         (32, 128, 256, (16, 256), (16, 256)),
-        (2, 512, 1024, (2, 512), (2, 512)),
-        (1, 512, 1024, (1, 1024), (1, 1024)),
-        (3, 512, 1024, (1, 1024), (3, 256)),
-        (8, 16, 1024, (8, 1024), (8, 1024)),
+        (2, 512, 1024, (2, 512), (2, 256)),
+        (1, 512, 1024, (1, 512), (1, 256)),
+        (3, 512, 1024, (1, 512), (3, 256)),
+        (8, 16, 1024, (8, 512), (8, 256)),
         (1, 128, 768, (1, 256), (1, 256)),
         (4, 4096, 1024, (1, 256), (1, 256)),
     ],
 )
 def test_how_many_heads_and_tokens_are_folded_at_once(
-    kv_heads: int, rows: int, block_tokens: int, whole: tuple[int, int], masked: tuple[int, int]
+    kv_heads: int, rows: int, block_tokens: int, unmasked: tuple[int, int], masked: tuple[int, int]
 ) -> None:
     """Whose numbers divide the KV heads', and the block's tokens."""
-    for tokens, expected in ((mosaic_tpu_plan.WIDE, whole), (mosaic_tpu_plan.NARROW, masked)):
-        assert mosaic_tpu_plan._fold(kv_heads, rows, block_tokens, tokens) == expected
+    for tokens, expected in ((mosaic_tpu_plan.WIDE, unmasked), (mosaic_tpu_plan.NARROW, masked)):
+        assert mosaic_tpu_plan._at_once(kv_heads, 2**19 // rows, block_tokens, tokens) == expected
 
 
 def test_a_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
