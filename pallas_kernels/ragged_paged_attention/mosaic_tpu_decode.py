@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.ragged_paged_attention import mosaic_tpu_softmax as softmax
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_numbers import Numbers, across, dot, numbers_of
-from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, Plan
+from pallas_kernels.ragged_paged_attention.mosaic_tpu_plan import LANES, NARROW, Plan
 from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import (
     Buffers,
     KVStream,
@@ -34,8 +34,6 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu_stream import (
 )
 
 KERNEL_NAME = "ragged_paged_attention_decode"
-STRETCH = 256
-"""Tokens that the masked path takes at once; FP8 needs whole registers of even and of odd tokens."""
 KEY_FACTOR, VALUE_FACTOR, START_TOP, START_TOTAL = range(4)
 
 
@@ -135,14 +133,14 @@ class _Item:
         @pl.when(jnp.logical_not(whole))
         def _() -> None:
             # The ragged ends of a context go in short stretches, so that a short context costs little.
-            stop = pl.cdiv(jnp.minimum(valid, block_tokens), STRETCH)
-            self.stream.clean_tail(slot, valid, stop * STRETCH)
+            stop = pl.cdiv(jnp.minimum(valid, block_tokens), NARROW)
+            self.stream.clean_tail(slot, valid, stop * NARROW)
 
             def visit_stretch(j: Any, carry: None) -> None:  # noqa: ARG001
-                at = pl.multiple_of(j * STRETCH, STRETCH)
-                self._fold(slot, at, STRETCH, valid, window_start, masked=True)
+                at = pl.multiple_of(j * NARROW, NARROW)
+                self._fold(slot, at, NARROW, valid, window_start, masked=True)
 
-            lax.fori_loop(jnp.maximum(window_start, 0) // STRETCH, stop, visit_stretch, None)
+            lax.fori_loop(jnp.maximum(window_start, 0) // NARROW, stop, visit_stretch, None)
 
     def _fold(self, slot: Any, at: Any, width: int, valid: Any, window_start: Any, masked: bool) -> None:
         """Folds tokens [at, at + width) of a block into the running softmax.
