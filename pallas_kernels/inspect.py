@@ -112,7 +112,10 @@ def main() -> None:
             continue
         done.add((chip, op, dtype, page))
         shape = Shape(dtype=dtype, page=page, static_scales=static and dtype in QUANTIZED_DTYPES, **options)
-        inspection = inspect_call(chip, op, shape)
+        try:
+            inspection = inspect_call(chip, op, shape)
+        except RuntimeError as error:
+            sys.exit(str(error))
         failed |= inspection.problem is not None
         print(describe(inspection), flush=True)
     sys.exit(1 if failed else 0)
